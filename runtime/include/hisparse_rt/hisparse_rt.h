@@ -1,0 +1,419 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/**
+ * @file hisparse_rt.h
+ * The public C interface of libhisparse_rt: load a model file, run sessions over it, read tokens or logits.
+ *
+ * Objects, from the outside in:
+ *   hsr_model    weights and metadata of one `.hsr` file, immutable, shared by engines
+ *   hsr_engine   a scheduler with its own threads and memory pools; batches all of its sessions
+ *   hsr_session  one sequence of tokens with its KV cache
+ *
+ * The usual order of calls:
+ *   hsr_model_open -> hsr_engine_create -> hsr_session_create
+ *   -> hsr_session_append (prompt) -> hsr_session_generate (a request) -> hsr_session_next until FINISHED
+ *   -> hsr_session_destroy -> hsr_engine_destroy -> hsr_model_close
+ *
+ * Conventions, valid for every function:
+ * - The result is an hsr_status: HSR_OK, a positive notice, or a negative error. Numbers are fixed and never reused.
+ * - `err` may be NULL. Otherwise it is the caller's memory, with struct_size set (HSR_ERROR_INIT does), and receives
+ *   the text of a failure. Nothing is allocated to report an error.
+ * - A call that fails with HSR_E_INVALID has changed nothing.
+ * - Option and result structs begin with struct_size. Their `_init` function fills in the defaults. Fields are only ever
+ *   appended: a caller built against an older header gets defaults for the fields it does not know; a caller with a
+ *   newer, larger struct is accepted if the unknown tail is all zero, and refused with HSR_E_INVALID otherwise.
+ * - Token ids, positions and counts are 32-bit; byte sizes are 64-bit.
+ * - The library never prints, aborts, installs handlers, reads the environment, or keeps process-wide state.
+ * - `@threads any` means: from any thread, concurrently. `@threads session` means: one thread at a time per session; a
+ *   second concurrent call on the same session returns HSR_E_BUSY.
+ * - After fork() every call on an inherited engine or session returns HSR_E_FORKED, except the destroy functions, which then
+ *   only clear the handle: threads and locks stayed with the parent, and the child's copy of the memory ends with the child.
+ */
+#ifndef HISPARSE_RT_H
+#define HISPARSE_RT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "version.h"
+
+#if defined(__GNUC__)
+#  define HSR_API __attribute__((visibility("default")))
+#else
+#  define HSR_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- statuses and errors ------------------------------------------------------------------------------------- */
+
+typedef int32_t hsr_status;
+
+#define HSR_OK              0
+#define HSR_AGAIN           1   /* nothing to do or nothing to report now; not an error */
+#define HSR_E_INVALID     (-1)  /* an argument is wrong; no state was changed */
+#define HSR_E_NOMEM       (-2)  /* the system refused memory */
+#define HSR_E_BUSY        (-3)  /* another thread is inside this session, or stepping this engine */
+#define HSR_E_IO          (-4)  /* a system call on a file failed; sys_code is errno */
+#define HSR_E_FORMAT      (-5)  /* a file is damaged, cut short, or not what it claims to be */
+#define HSR_E_FORKED      (-6)  /* the object was made before fork() and used in the child */
+#define HSR_E_UNSUPPORTED (-7)  /* valid, but not in this version, build or machine */
+#define HSR_E_NOSPACE     (-8)  /* a memory budget given at creation cannot hold the request */
+#define HSR_E_CONTEXT     (-9)  /* the session's context ceiling would be passed */
+#define HSR_E_TOKEN       (-10) /* a token id is outside the model's vocabulary */
+#define HSR_E_NONFINITE   (-11) /* NaN or infinity in the logits of this session */
+#define HSR_E_CANCELLED   (-12) /* hsr_session_cancel or hsr_engine_cancel ended the work */
+#define HSR_E_STATE       (-13) /* the call does not fit the object's present state */
+#define HSR_E_VERSION     (-14) /* a file of another format version */
+#define HSR_E_INTERNAL    (-15) /* a defect of the library; please report it */
+
+typedef struct hsr_error {
+    uint32_t struct_size;
+    int32_t  status;       /* the status returned */
+    int32_t  sys_code;     /* errno where the system refused, else 0 */
+    char     message[500]; /* NUL-terminated UTF-8, names the culprit; empty on success */
+} hsr_error;
+
+#define HSR_ERROR_INIT { (uint32_t)sizeof(hsr_error), 0, 0, { 0 } }
+
+/** Version of the library as "major.minor.patch"; static storage.
+ *  @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API const char *hsr_version(void);
+
+/** HSR_ABI_VERSION of the library that is loaded, to compare with the header's.
+ *  @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API uint32_t hsr_abi_version(void);
+
+/** Name of a status, such as "HSR_E_CONTEXT"; "HSR_E_UNKNOWN" for a number this version does not know. Static storage.
+ *  @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API const char *hsr_status_name(hsr_status status);
+
+/* ---- models --------------------------------------------------------------------------------------------------- */
+
+typedef struct hsr_model   hsr_model;
+typedef struct hsr_engine  hsr_engine;
+typedef struct hsr_session hsr_session;
+
+#define HSR_DTYPE_F32  0
+#define HSR_DTYPE_BF16 1
+#define HSR_DTYPE_Q8   2
+#define HSR_DTYPE_Q4   3
+
+typedef struct hsr_model_info {
+    uint32_t struct_size;
+    int32_t  weight_dtype;      /* HSR_DTYPE_* of the projections */
+    char     arch[32];          /* "llama", "qwen2", ... */
+    int32_t  vocab_size;        /* rows of the output head = length of a logits row */
+    int32_t  tokenizer_size;    /* ids from here to vocab_size are padding and are never sampled */
+    int32_t  hidden_size;
+    int32_t  n_layers;
+    int32_t  n_heads;
+    int32_t  n_kv_heads;
+    int32_t  head_dim;
+    int32_t  context_length;    /* trained length, tokens */
+    int32_t  bos_token;         /* -1: none */
+    int32_t  n_eos_tokens;      /* how many of eos_tokens are filled */
+    int32_t  eos_tokens[16];
+    uint64_t weight_bytes;      /* packed tensors, bytes in the file */
+    uint64_t n_params;          /* logical parameters, padding not counted */
+} hsr_model_info;
+
+/** Open a `.hsr` file. The weights are memory-mapped and shared between processes; nothing is copied. Opening checks the
+ *  whole structure: format version, architecture, and that every tensor is present, expected, and of the right shape.
+ *  Replacing the file (rename) while it is open is harmless; cutting it short in place is not: like any mapped file.
+ *  @param path   file name, bytes as the system takes them
+ *  @param model  receives the model, or NULL on failure
+ *  @return HSR_OK; HSR_E_IO, HSR_E_FORMAT, HSR_E_VERSION, HSR_E_UNSUPPORTED (architecture), HSR_E_NOMEM, HSR_E_INVALID
+ *  @since 0.1  @threads any  @blocks on file metadata  @alloc yes */
+HSR_API hsr_status hsr_model_open(const char *path, hsr_model **model, hsr_error *err);
+
+/** Close a model and set *model to NULL; NULL is accepted. Engines hold their own reference, so the mapping ends with the
+ *  last of them: closing first is allowed.
+ *  @since 0.1  @threads any, once  @blocks no  @alloc no */
+HSR_API void hsr_model_close(hsr_model **model);
+
+/** Fill *info; struct_size must be set by the caller.
+ *  @return HSR_OK or HSR_E_INVALID   @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API hsr_status hsr_model_get_info(const hsr_model *model, hsr_model_info *info, hsr_error *err);
+
+/** Look up a string in the file's metadata, for example "tokenizer.huggingface.json" or "tokenizer.chat_template".
+ *  @param value  receives a pointer into the mapped file, valid until hsr_model_close; NOT NUL-terminated
+ *  @param size   receives its length in bytes
+ *  @return HSR_OK; HSR_AGAIN if there is no such string (value NULL, size 0); HSR_E_INVALID
+ *  @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API hsr_status hsr_model_metadata(const hsr_model *model, const char *key, const char **value, uint64_t *size);
+
+/* ---- engines -------------------------------------------------------------------------------------------------- */
+
+#define HSR_LOG_ERROR 0
+#define HSR_LOG_WARN  1
+#define HSR_LOG_INFO  2
+#define HSR_LOG_DEBUG 3
+
+/** Receives one line of log, without newline. May be called from any thread that is inside the library or owned by it,
+ *  never concurrently for one engine. It must return; calling back into the engine is not allowed. */
+typedef void (*hsr_log_fn)(void *user, int32_t level, const char *message, size_t length);
+
+/* Instruction-set levels of the CPU back end, ordered. Results may differ in the last bits between levels, never
+ * within one. */
+#define HSR_ISA_AUTO      0 /* the best this machine has */
+#define HSR_ISA_REFERENCE 1 /* portable C */
+#define HSR_ISA_AVX2      2 /* AVX2 + FMA + F16C */
+#define HSR_ISA_AVX512    3 /* AVX-512 F/BW/DQ/VL */
+
+typedef struct hsr_engine_opts {
+    uint32_t    struct_size;
+    int32_t     n_threads;     /* 0: as many as the affinity mask and cpu quota allow; 1: the calling thread only; <= 1024 */
+    int32_t     isa;           /* HSR_ISA_*: highest level to use; refused if the machine lacks it */
+    int32_t     chunk_tokens;  /* most prompt tokens of one session in one step; 1..4096, default 512 */
+    int32_t     max_sessions;  /* 1..65536, default 256 */
+    int32_t     max_batch;     /* most rows of one step, prompt chunks and decode rows together; default 1024 */
+    uint64_t    hot_bytes;     /* budget of the hot KV pool; 0: half of the memory available at creation. Rounded down to MiB */
+    hsr_log_fn  log;           /* NULL: silent, the default */
+    void       *log_user;
+    int32_t     log_level;     /* HSR_LOG_*: the most detailed level delivered */
+    uint32_t    flags;         /* HSR_ENGINE_* */
+} hsr_engine_opts;
+
+/* Run device operations on a thread of their own and poison host memory that is read before a wait: finds
+ * ordering mistakes. Same results, slower. For tests. */
+#define HSR_ENGINE_ASYNC_DEBUG 1u
+
+/** Fill *opts with the defaults, struct_size included.
+ *  @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API void hsr_engine_opts_init(hsr_engine_opts *opts);
+
+/** Create an engine over a model: its thread pool, its device buffers and its KV pool, which reserves address space for
+ *  the whole budget and commits memory only as sessions grow.
+ *  @param opts    NULL: defaults
+ *  @param engine  receives the engine, or NULL on failure
+ *  @return HSR_OK; HSR_E_INVALID, HSR_E_NOMEM, HSR_E_UNSUPPORTED (isa)
+ *  @since 0.1  @threads any  @blocks starts threads  @alloc yes */
+HSR_API hsr_status hsr_engine_create(hsr_model *model, const hsr_engine_opts *opts, hsr_engine **engine, hsr_error *err);
+
+/** Stop and free an engine and set *engine to NULL; NULL is accepted.
+ *  @return HSR_OK; HSR_E_BUSY while sessions live or a call is inside (*engine is kept)
+ *  @since 0.1  @threads any, once  @blocks joins its threads  @alloc no */
+HSR_API hsr_status hsr_engine_destroy(hsr_engine **engine, hsr_error *err);
+
+/** Cancel all sessions, as hsr_session_cancel does for one.
+ *  @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API hsr_status hsr_engine_cancel(hsr_engine *engine, hsr_error *err);
+
+typedef struct hsr_engine_stats {
+    uint32_t struct_size;
+    int32_t  n_threads;          /* threads that compute, the caller included */
+    int32_t  isa;                /* HSR_ISA_* in use */
+    int32_t  n_sessions;         /* alive */
+    int32_t  n_queued;           /* sessions with work that the last step had no room for */
+    int32_t  last_batch_rows;    /* rows of the last step */
+    uint64_t n_steps;
+    uint64_t prefill_tokens;     /* prompt tokens computed since creation */
+    uint64_t decode_tokens;      /* tokens sampled since creation */
+    uint64_t prefill_ns;         /* time of steps that held prompt rows */
+    uint64_t decode_ns;          /* time of steps that held none */
+    /* hot pool, in blocks of 1 MiB unless it says bytes */
+    uint64_t hot_blocks_total;
+    uint64_t hot_blocks_used;
+    uint64_t hot_blocks_reserved; /* promised to admitted work, not yet allocated */
+    uint64_t hot_blocks_peak;
+    uint64_t hot_largest_free_run;
+    uint64_t hot_bytes_committed; /* memory the system has given */
+    uint64_t hot_slots_used;      /* page slots that hold a page */
+    uint64_t hot_slots_wasted;    /* page slots free inside allocated blocks */
+    uint64_t slot_bytes;          /* bytes of one page slot */
+    uint64_t pages_open;
+    uint64_t pages_full;
+    uint64_t pages_sealed;
+} hsr_engine_stats;
+
+/** Fill *stats; struct_size must be set by the caller.
+ *  @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API hsr_status hsr_engine_get_stats(hsr_engine *engine, hsr_engine_stats *stats, hsr_error *err);
+
+/* ---- sessions ------------------------------------------------------------------------------------------------- */
+
+#define HSR_KV_AUTO 0 /* f32 for models of dtype f32, else bf16 */
+#define HSR_KV_F32  1
+#define HSR_KV_BF16 2
+
+typedef struct hsr_session_opts {
+    uint32_t struct_size;
+    int32_t  kv_format;     /* HSR_KV_* */
+    int64_t  context;       /* ceiling in tokens; 0: the model's trained length. Costs nothing until used */
+    int32_t  beyond_trained; /* nonzero: allow a context above the trained length */
+    int32_t  window_size;   /* tokens, multiple of 64, default 512: most recent pages, never sealed */
+    int32_t  sink_size;     /* tokens, multiple of 64, default 64: first pages, never sealed */
+    int32_t  rollback_tokens; /* how far hsr_session_truncate may go back; default 256 */
+    void    *user;          /* returned in events */
+} hsr_session_opts;
+
+/** Fill *opts with the defaults, struct_size included.
+ *  @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API void hsr_session_opts_init(hsr_session_opts *opts);
+
+/** Create an empty session. For models whose rotary table depends on the length (rope types dynamic and longrope) the
+ *  table is chosen once, here, from opts->context, and kept for the session's life.
+ *  @return HSR_OK; HSR_E_INVALID, HSR_E_CONTEXT (above the trained length), HSR_E_NOMEM, HSR_E_NOSPACE (max_sessions)
+ *  @since 0.1  @threads any  @blocks for at most one step  @alloc yes */
+HSR_API hsr_status hsr_session_create(hsr_engine *engine, const hsr_session_opts *opts, hsr_session **session, hsr_error *err);
+
+/** Free a session, return its blocks to the pool, and set *session to NULL; NULL is accepted. Work under way ends first.
+ *  @return HSR_OK; HSR_E_BUSY if another thread is inside the session (*session is kept)
+ *  @since 0.1  @threads session  @blocks for at most one step  @alloc no */
+HSR_API hsr_status hsr_session_destroy(hsr_session **session, hsr_error *err);
+
+/** Append prompt tokens. They are checked and admitted at once, computed by later steps (hsr_session_next,
+ *  hsr_engine_step, hsr_session_logits). Admission reserves every KV block the tokens need, or refuses and names the
+ *  short number. The prompt may be given in several calls.
+ *  @param ids  n token ids, 0 <= id < vocab_size; copied
+ *  @return HSR_OK; HSR_E_TOKEN (message names position and id), HSR_E_CONTEXT, HSR_E_NOSPACE, HSR_E_STATE (a request is
+ *          running or the session failed), HSR_E_INVALID (n = 0), HSR_E_NOMEM, HSR_E_BUSY
+ *  @since 0.1  @threads session  @blocks for at most one step  @alloc yes */
+HSR_API hsr_status hsr_session_append(hsr_session *session, const int32_t *ids, uint64_t n, hsr_error *err);
+
+typedef struct hsr_token_bias {
+    int32_t token;
+    float   bias;   /* added to the logit; -infinity bans the token */
+} hsr_token_bias;
+
+typedef struct hsr_request {
+    uint32_t struct_size;
+    int32_t  max_tokens;          /* >= 0; 0: compute the prompt, then finish */
+    float    temperature;         /* 0: arg-max, lowest id on ties; otherwise divides the logits; finite, >= 0 */
+    int32_t  top_k;               /* 0: off */
+    float    top_p;               /* 1: off; in (0, 1] */
+    float    min_p;               /* 0: off; in [0, 1] */
+    float    repetition_penalty;  /* 1: off; > 0. Positive logits divided, negative multiplied, once per distinct token */
+    float    presence_penalty;    /* 0: off; subtracted once per distinct token of the output */
+    float    frequency_penalty;   /* 0: off; subtracted once per occurrence in the output */
+    int32_t  penalty_window;      /* repetition_penalty looks at the last this many tokens; -1: all, prompt included */
+    uint64_t seed;                /* same seed, same draws, whatever runs beside */
+    const hsr_token_bias *bias;   /* copied */
+    uint32_t n_bias;
+    uint32_t n_stop;              /* extra token ids that end the request, at most 32 */
+    const int32_t *stop;          /* copied */
+    int32_t  ignore_eos;          /* nonzero: the model's own eos ids do not stop */
+    int32_t  n_logprobs;          /* 0..20: how many of the most likely tokens to report with each token */
+} hsr_request;
+
+/** Fill *request with the defaults: greedy, 128 tokens, everything else off.
+ *  @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API void hsr_request_init(hsr_request *request);
+
+/** Start a request: after the appended tokens are computed, sample up to max_tokens. Reserves the KV blocks of all
+ *  max_tokens, or refuses. Tokens arrive as events; the request ends with one FINISHED or FAILED event.
+ *  Events of an earlier request that were not collected are dropped.
+ *  A session whose context is full ends with HSR_FINISH_LENGTH at the last position that fits.
+ *  @return HSR_OK; HSR_E_INVALID (names the field), HSR_E_STATE (nothing appended yet, or a request is running),
+ *          HSR_E_TOKEN, HSR_E_CONTEXT (no room for one token), HSR_E_NOSPACE, HSR_E_NOMEM, HSR_E_BUSY
+ *  @since 0.1  @threads session  @blocks for at most one step  @alloc yes */
+HSR_API hsr_status hsr_session_generate(hsr_session *session, const hsr_request *request, hsr_error *err);
+
+#define HSR_EVENT_TOKEN    1 /* one sampled token */
+#define HSR_EVENT_FINISHED 2 /* the request is over; reason says why */
+#define HSR_EVENT_FAILED   3 /* the request ended with status; the session's tokens are kept */
+
+#define HSR_FINISH_STOP    1 /* an eos or stop id was sampled; it is the last token event */
+#define HSR_FINISH_LENGTH  2 /* max_tokens or the context ceiling */
+
+typedef struct hsr_logprob {
+    int32_t token;
+    float   logprob;  /* natural logarithm, of the distribution before penalties, bias, temperature and filters */
+} hsr_logprob;
+
+typedef struct hsr_event {
+    uint32_t     struct_size;
+    int32_t      kind;       /* HSR_EVENT_* */
+    hsr_session *session;
+    void        *user;       /* hsr_session_opts.user */
+    int32_t      token;      /* TOKEN */
+    int32_t      reason;     /* FINISHED: HSR_FINISH_* */
+    hsr_status   status;     /* FAILED */
+    float        logprob;    /* TOKEN: of the token itself, as in hsr_logprob */
+    int64_t      position;   /* TOKEN: its position in the sequence */
+    int32_t      n_logprobs; /* TOKEN: filled entries of logprobs */
+    hsr_logprob  logprobs[20];
+} hsr_event;
+
+/** Next event of this session, running batch steps until there is one. Concurrent calls on several sessions elect one
+ *  caller to run each step; the others wait. All sessions with work advance in every step.
+ *  @return HSR_OK with *event filled; HSR_AGAIN if the session has no request and nothing to report;
+ *          HSR_E_BUSY, HSR_E_FORKED, HSR_E_INVALID; HSR_E_NOMEM and HSR_E_INTERNAL if the step itself failed
+ *  @since 0.1  @threads session  @blocks while computing  @alloc no */
+HSR_API hsr_status hsr_session_next(hsr_session *session, hsr_event *event, hsr_error *err);
+
+/** Run one batch step over all sessions that have work and return their events, in session order.
+ *  A session whose events are not collected pauses; none is lost.
+ *  @param events  n_events structs; struct_size of each must be set
+ *  @param n       receives the number filled
+ *  @return HSR_OK; HSR_AGAIN if no session had work or events; HSR_E_BUSY if another thread is stepping
+ *  @since 0.1  @threads any, one at a time  @blocks while computing  @alloc no */
+HSR_API hsr_status hsr_engine_step(hsr_engine *engine, hsr_event *events, uint32_t n_events, uint32_t *n, hsr_error *err);
+
+/** Append n tokens, compute them (in chunks, batched with other sessions' work), and write the logits of every one.
+ *  @param logits  receives n * vocab_size floats, row i predicting the token after ids[i]
+ *  @param size    floats that fit in logits
+ *  @return as hsr_session_append and hsr_session_next; HSR_E_NONFINITE; HSR_E_STATE while a request is running
+ *  @since 0.1  @threads session  @blocks while computing  @alloc yes */
+HSR_API hsr_status hsr_session_logits(hsr_session *session, const int32_t *ids, uint64_t n, float *logits, uint64_t size, hsr_error *err);
+
+/** Compute all appended tokens now, without sampling: a prefill that can be followed with progress. `progress` may be
+ *  NULL; otherwise it is called between steps, on the calling thread, with tokens done and tokens to do, and ends the
+ *  call with HSR_E_CANCELLED by returning nonzero (what is computed stays).
+ *  @return HSR_OK, HSR_E_CANCELLED, HSR_E_BUSY, HSR_E_NONFINITE, as hsr_session_next
+ *  @since 0.1  @threads session  @blocks while computing  @alloc no */
+HSR_API hsr_status hsr_session_prefill(hsr_session *session, int32_t (*progress)(void *user, uint64_t done, uint64_t total), void *user, hsr_error *err);
+
+/** End the work of a session at the next step: the running request gets a FAILED event with HSR_E_CANCELLED, tokens that
+ *  were appended but not computed are dropped. The session stays usable.
+ *  @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API hsr_status hsr_session_cancel(hsr_session *session, hsr_error *err);
+
+/** Copy the session: same tokens, same KV, no request. Sealed pages are shared until one side ends.
+ *  @param fork  receives the new session, with the same options and user pointer
+ *  @return HSR_OK; HSR_E_STATE (work under way), HSR_E_NOSPACE, HSR_E_NOMEM, HSR_E_BUSY
+ *  @since 0.1  @threads session  @blocks for at most one step  @alloc yes */
+HSR_API hsr_status hsr_session_fork(hsr_session *session, hsr_session **fork, hsr_error *err);
+
+/** Forget all tokens from position n on. With a plain KV format (f32, bf16) any n is allowed.
+ *  @return HSR_OK; HSR_E_INVALID (n above the session's length), HSR_E_STATE (work under way, or too far back), HSR_E_BUSY
+ *  @since 0.1  @threads session  @blocks for at most one step  @alloc no */
+HSR_API hsr_status hsr_session_truncate(hsr_session *session, uint64_t n, hsr_error *err);
+
+/** Drop the KV cache and queue all of the session's tokens to be computed again: the way back after a failure.
+ *  @return HSR_OK; HSR_E_STATE (a request is running), HSR_E_NOSPACE, HSR_E_BUSY
+ *  @since 0.1  @threads session  @blocks for at most one step  @alloc yes */
+HSR_API hsr_status hsr_session_rebuild(hsr_session *session, hsr_error *err);
+
+typedef struct hsr_session_stats {
+    uint32_t   struct_size;
+    hsr_status status;          /* HSR_OK, or why the session failed (hsr_session_rebuild clears it) */
+    uint64_t   n_tokens;        /* tokens held, computed and queued */
+    uint64_t   n_computed;      /* tokens whose KV is in the cache */
+    uint64_t   context;         /* ceiling */
+    uint64_t   prefill_tokens;  /* prompt tokens computed since creation */
+    uint64_t   decode_tokens;   /* tokens sampled since creation */
+    uint64_t   kv_bytes;        /* bytes of page slots held */
+    uint64_t   kv_blocks;       /* blocks held */
+    uint64_t   pages_open;
+    uint64_t   pages_full;
+    uint64_t   pages_sealed;
+    int32_t    kv_format;       /* HSR_KV_* in use */
+    int32_t    running;         /* nonzero while a request runs */
+} hsr_session_stats;
+
+/** Fill *stats; struct_size must be set by the caller.
+ *  @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API hsr_status hsr_session_get_stats(hsr_session *session, hsr_session_stats *stats, hsr_error *err);
+
+/** Copy the session's token ids (prompt and output) from position first on.
+ *  @param n  in: ids that fit in out; out: ids from `first` on, which may be more than fitted
+ *  @since 0.1  @threads session  @blocks for at most one step  @alloc no */
+HSR_API hsr_status hsr_session_tokens(hsr_session *session, uint64_t first, int32_t *out, uint64_t *n, hsr_error *err);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
