@@ -1,0 +1,505 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The debugging back end: each queue records its operations, arguments copied, and a thread of its own runs them on the inner
+ * device. The thread lags on purpose: it starts when somebody waits or the queue is full, so that whatever the host reads before
+ * a wait is still the poison that was put there.
+ *
+ * Threads: a queue belongs to one host thread at a time, as on every back end. Its lock covers the commands and the flags;
+ * a command itself runs without it, while the host may only wait. The device's lock lets one queue at a time into the inner
+ * device, whose compute threads take one caller. */
+#define _GNU_SOURCE 1
+#include "device/device.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdbool.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include "base/array.h"
+#include "base/status.h"
+
+#define N_COMMANDS 256u
+#define POISON 0xA5
+
+/* ---- commands: one struct of arguments per operation ---- */
+
+typedef struct embed_args { hsri_matrix table; hsri_ref ids, out; uint32_t n; } embed_args;
+typedef struct gather_args { hsri_ref in, index, out; uint32_t width, n; } gather_args;
+typedef struct rope_table_args { hsri_batch batch; hsri_ref inv_freq, out; uint32_t rotary_dim; float factor; } rope_table_args;
+typedef struct rms_norm_args { hsri_ref in, gain, out; float eps; uint32_t n_rows, width; } rms_norm_args;
+typedef struct linear_args { hsri_matrix w; hsri_ref bias, in, out; uint32_t n_rows; } linear_args;
+typedef struct rows_args { hsri_ref a, b; uint32_t n_rows, n; } rows_args;
+typedef struct rope_append_args {
+    hsri_batch batch; hsri_kv_view kv; hsri_rope rope; hsri_ref qkv, q_norm, k_norm, q_out; uint32_t layer, n_heads; float eps;
+} rope_append_args;
+typedef struct seal_args { hsri_kv_view kv; hsri_ref list; uint32_t n; } seal_args;
+typedef struct attend_args {
+    hsri_batch batch; hsri_kv_view kv; hsri_ref queries, part; uint32_t layer, n_heads, g0, g1; float scale;
+} attend_args;
+typedef struct merge_args { hsri_ref part, acc, out; uint32_t n_rows, n_heads, head_dim, n_groups; int first; } merge_args;
+typedef struct sample_args { hsri_ref logits, params, out; uint32_t n_rows, n_vocab, n_tokens; } sample_args;
+typedef struct norm_linear_args { hsri_matrix w; hsri_ref in, gain, bias, scratch, out; float eps; uint32_t n_rows, n; } norm_linear_args;
+typedef struct qkv_args {
+    hsri_batch batch; hsri_kv_view kv; hsri_matrix w; hsri_rope rope; hsri_ref in, gain, bias, q_norm, k_norm, scratch, q_out;
+    uint32_t layer, n_heads; float eps;
+} qkv_args;
+typedef struct linear_add_args { hsri_matrix w; hsri_ref bias, in, scratch, x; uint32_t n_rows; } linear_add_args;
+typedef struct copy_args { hsri_ref dst, src; void *out; const void *in; uint64_t bytes; } copy_args;
+
+typedef union args {
+    embed_args embed; gather_args gather; rope_table_args rope_table; rms_norm_args rms_norm; linear_args linear; rows_args rows;
+    rope_append_args rope_append; seal_args seal; attend_args attend; merge_args merge; sample_args sample;
+    norm_linear_args norm_linear; qkv_args qkv; linear_add_args linear_add; copy_args copy;
+} args;
+
+typedef struct command {
+    void (*run)(hsri_queue *inner, const args *a);
+    args   a;
+} command;
+
+/* ---- device and queue ---- */
+
+typedef struct async_device {
+    hsri_device     base;
+    hsri_device    *inner;
+    pthread_mutex_t lock;      /* one queue at a time in the inner device */
+} async_device;
+
+typedef struct async_queue {
+    hsri_queue      base;
+    hsri_queue     *inner;
+    pid_t           pid;       /* of the creator: a forked child has no thread to stop */
+    pthread_t       thread;
+    pthread_mutex_t lock;
+    pthread_cond_t  changed;
+    command         commands[N_COMMANDS];
+    uint32_t        n;         /* commands recorded and not yet done */
+    bool            go;        /* the thread shall run all of them */
+    bool            stop;
+} async_queue;
+
+static async_device *async_of(hsri_device *dev) { return (async_device *)dev; }
+static async_queue *queue_of(hsri_queue *q) { return (async_queue *)q; }
+
+static void run_commands(async_queue *queue)
+{
+    pthread_mutex_t *lock = &async_of(queue->base.dev)->lock;
+
+    pthread_mutex_lock(lock);
+    for (uint32_t i = 0; i < queue->n; i++)
+        queue->commands[i].run(queue->inner, &queue->commands[i].a);
+    pthread_mutex_unlock(lock);
+}
+
+static void *queue_main(void *arg)
+{
+    async_queue *queue = arg;
+
+    pthread_setname_np(pthread_self(), "hsr-async");
+    pthread_mutex_lock(&queue->lock);
+    for (;;) {
+        while (!queue->go && !queue->stop)
+            pthread_cond_wait(&queue->changed, &queue->lock);
+        if (queue->stop)
+            break;
+        pthread_mutex_unlock(&queue->lock);   /* the host adds nothing while `go` is set */
+        run_commands(queue);
+        pthread_mutex_lock(&queue->lock);
+        queue->n = 0;
+        queue->go = false;
+        pthread_cond_broadcast(&queue->changed);
+    }
+    pthread_mutex_unlock(&queue->lock);
+    return NULL;
+}
+
+/* Have the thread run all commands, and wait for it; the caller holds the lock. */
+static void drain(async_queue *queue)
+{
+    queue->go = true;
+    pthread_cond_broadcast(&queue->changed);
+    while (queue->go)
+        pthread_cond_wait(&queue->changed, &queue->lock);
+}
+
+static void push(hsri_queue *q, void (*run)(hsri_queue *, const args *), const args *a)
+{
+    async_queue *queue = queue_of(q);
+
+    pthread_mutex_lock(&queue->lock);
+    if (queue->n == N_COMMANDS)
+        drain(queue);
+    queue->commands[queue->n++] = (command){ run, *a };
+    pthread_mutex_unlock(&queue->lock);
+}
+
+#define PUSH(q, run, member, ...) push(q, run, &(args){ .member = { __VA_ARGS__ } })
+
+/* ---- simple operations ---- */
+
+static void run_embed(hsri_queue *q, const args *u)
+{
+    const embed_args *a = &u->embed;
+    q->dev->ops.embed(q, &a->table, a->ids, a->n, a->out);
+}
+
+static void async_embed(hsri_queue *q, const hsri_matrix *table, hsri_ref ids, uint32_t n_ids, hsri_ref out)
+{
+    PUSH(q, run_embed, embed, *table, ids, out, n_ids);
+}
+
+static void run_gather_rows(hsri_queue *q, const args *u)
+{
+    const gather_args *a = &u->gather;
+    q->dev->ops.gather_rows(q, a->in, a->width, a->index, a->n, a->out);
+}
+
+static void async_gather_rows(hsri_queue *q, hsri_ref in, uint32_t width, hsri_ref index, uint32_t n, hsri_ref out)
+{
+    PUSH(q, run_gather_rows, gather, in, index, out, width, n);
+}
+
+static void run_rope_table(hsri_queue *q, const args *u)
+{
+    const rope_table_args *a = &u->rope_table;
+    q->dev->ops.rope_table(q, &a->batch, a->inv_freq, a->rotary_dim, a->factor, a->out);
+}
+
+static void async_rope_table(hsri_queue *q, const hsri_batch *batch, hsri_ref inv_freq, uint32_t rotary_dim, float attention_factor,
+                             hsri_ref out)
+{
+    PUSH(q, run_rope_table, rope_table, *batch, inv_freq, out, rotary_dim, attention_factor);
+}
+
+static void run_rms_norm(hsri_queue *q, const args *u)
+{
+    const rms_norm_args *a = &u->rms_norm;
+    q->dev->ops.rms_norm(q, a->in, a->gain, a->eps, a->n_rows, a->width, a->out);
+}
+
+static void async_rms_norm(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, uint32_t n_rows, uint32_t width, hsri_ref out)
+{
+    PUSH(q, run_rms_norm, rms_norm, in, gain, out, eps, n_rows, width);
+}
+
+static void run_linear(hsri_queue *q, const args *u)
+{
+    const linear_args *a = &u->linear;
+    q->dev->ops.linear(q, &a->w, a->bias, a->in, a->n_rows, a->out);
+}
+
+static void async_linear(hsri_queue *q, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref out)
+{
+    PUSH(q, run_linear, linear, *w, bias, in, out, n_rows);
+}
+
+static void run_add(hsri_queue *q, const args *u) { q->dev->ops.add(q, u->rows.a, u->rows.b, u->rows.n_rows, u->rows.n); }
+
+static void async_add(hsri_queue *q, hsri_ref x, hsri_ref y, uint32_t n_rows, uint32_t n) { PUSH(q, run_add, rows, x, y, n_rows, n); }
+
+static void run_silu_mul(hsri_queue *q, const args *u) { q->dev->ops.silu_mul(q, u->rows.a, u->rows.n_rows, u->rows.n, u->rows.b); }
+
+static void async_silu_mul(hsri_queue *q, hsri_ref in, uint32_t n_rows, uint32_t n, hsri_ref out)
+{
+    PUSH(q, run_silu_mul, rows, in, out, n_rows, n);
+}
+
+static void run_rope_append(hsri_queue *q, const args *u)
+{
+    const rope_append_args *a = &u->rope_append;
+    q->dev->ops.rope_append(q, &a->batch, &a->kv, a->layer, a->n_heads, a->qkv, a->q_norm, a->k_norm, a->eps, &a->rope, a->q_out);
+}
+
+static void async_rope_append(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads,
+                              hsri_ref qkv, hsri_ref q_norm, hsri_ref k_norm, float eps, const hsri_rope *rope, hsri_ref q_out)
+{
+    PUSH(q, run_rope_append, rope_append, *batch, *kv, *rope, qkv, q_norm, k_norm, q_out, layer, n_heads, eps);
+}
+
+static void run_seal(hsri_queue *q, const args *u) { q->dev->ops.seal(q, &u->seal.kv, u->seal.list, u->seal.n); }
+
+static void async_seal(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n) { PUSH(q, run_seal, seal, *kv, list, n); }
+
+static void run_attend(hsri_queue *q, const args *u)
+{
+    const attend_args *a = &u->attend;
+    q->dev->ops.attend(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->g0, a->g1, a->part);
+}
+
+static void async_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                         hsri_ref queries, uint32_t g0, uint32_t g1, hsri_ref part)
+{
+    PUSH(q, run_attend, attend, *batch, *kv, queries, part, layer, n_heads, g0, g1, scale);
+}
+
+static void run_merge(hsri_queue *q, const args *u)
+{
+    const merge_args *a = &u->merge;
+    q->dev->ops.merge(q, a->n_rows, a->n_heads, a->head_dim, a->part, a->n_groups, a->first, a->acc, a->out);
+}
+
+static void async_merge(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups, int first,
+                        hsri_ref acc, hsri_ref out)
+{
+    PUSH(q, run_merge, merge, part, acc, out, n_rows, n_heads, head_dim, n_groups, first);
+}
+
+static void run_sample(hsri_queue *q, const args *u)
+{
+    const sample_args *a = &u->sample;
+    q->dev->ops.sample(q, a->logits, a->n_rows, a->n_vocab, a->n_tokens, a->params, a->out);
+}
+
+static void async_sample(hsri_queue *q, hsri_ref logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_tokens, hsri_ref params,
+                         hsri_ref out)
+{
+    PUSH(q, run_sample, sample, logits, params, out, n_rows, n_vocab, n_tokens);
+}
+
+static void run_check_finite(hsri_queue *q, const args *u) { q->dev->ops.check_finite(q, u->rows.a, u->rows.n_rows, u->rows.n, u->rows.b); }
+
+static void async_check_finite(hsri_queue *q, hsri_ref in, uint32_t n_rows, uint32_t n, hsri_ref flags)
+{
+    PUSH(q, run_check_finite, rows, in, flags, n_rows, n);
+}
+
+/* ---- compound operations: recorded whole, so that the inner device's own versions run ---- */
+
+static void run_norm_linear(hsri_queue *q, const args *u)
+{
+    const norm_linear_args *a = &u->norm_linear;
+    q->dev->ops.norm_linear(q, a->in, a->gain, a->eps, &a->w, a->bias, a->n_rows, a->scratch, a->out);
+}
+
+static void async_norm_linear(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, uint32_t n_rows,
+                              hsri_ref scratch, hsri_ref out)
+{
+    PUSH(q, run_norm_linear, norm_linear, *w, in, gain, bias, scratch, out, eps, n_rows, 0);
+}
+
+static void run_qkv_rope_append(hsri_queue *q, const args *u)
+{
+    const qkv_args *a = &u->qkv;
+    q->dev->ops.qkv_rope_append(q, &a->batch, &a->kv, a->layer, a->n_heads, a->in, a->gain, a->eps, &a->w, a->bias, a->q_norm, a->k_norm,
+                                &a->rope, a->scratch, a->q_out);
+}
+
+static void async_qkv_rope_append(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads,
+                                  hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, hsri_ref q_norm,
+                                  hsri_ref k_norm, const hsri_rope *rope, hsri_ref scratch, hsri_ref q_out)
+{
+    PUSH(q, run_qkv_rope_append, qkv, *batch, *kv, *w, *rope, in, gain, bias, q_norm, k_norm, scratch, q_out, layer, n_heads, eps);
+}
+
+static void run_gate_up_silu(hsri_queue *q, const args *u)
+{
+    const norm_linear_args *a = &u->norm_linear;
+    q->dev->ops.gate_up_silu(q, a->in, a->gain, a->eps, &a->w, a->bias, a->n_rows, a->n, a->scratch, a->out);
+}
+
+static void async_gate_up_silu(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, uint32_t n_rows,
+                               uint32_t n, hsri_ref scratch, hsri_ref out)
+{
+    PUSH(q, run_gate_up_silu, norm_linear, *w, in, gain, bias, scratch, out, eps, n_rows, n);
+}
+
+static void run_linear_add(hsri_queue *q, const args *u)
+{
+    const linear_add_args *a = &u->linear_add;
+    q->dev->ops.linear_add(q, &a->w, a->bias, a->in, a->n_rows, a->scratch, a->x);
+}
+
+static void async_linear_add(hsri_queue *q, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref scratch, hsri_ref x)
+{
+    PUSH(q, run_linear_add, linear_add, *w, bias, in, scratch, x, n_rows);
+}
+
+/* ---- copies ---- */
+
+static void run_copy_in(hsri_queue *q, const args *u) { q->dev->copy_in(q, u->copy.dst, u->copy.in, u->copy.bytes); }
+
+static void async_copy_in(hsri_queue *q, hsri_ref dst, const void *src, uint64_t bytes)
+{
+    PUSH(q, run_copy_in, copy, .dst = dst, .in = src, .bytes = bytes);
+}
+
+static void run_copy_out(hsri_queue *q, const args *u) { q->dev->copy_out(q, u->copy.out, u->copy.src, u->copy.bytes); }
+
+static void async_copy_out(hsri_queue *q, void *dst, hsri_ref src, uint64_t bytes)
+{
+    if (bytes)
+        memset(dst, POISON, bytes);
+    PUSH(q, run_copy_out, copy, .src = src, .out = dst, .bytes = bytes);
+}
+
+static void run_copy(hsri_queue *q, const args *u) { q->dev->copy(q, u->copy.dst, u->copy.src, u->copy.bytes); }
+
+static void async_copy(hsri_queue *q, hsri_ref dst, hsri_ref src, uint64_t bytes)
+{
+    PUSH(q, run_copy, copy, .dst = dst, .src = src, .bytes = bytes);
+}
+
+static hsr_status async_wait(hsri_queue *q, hsr_error *err)
+{
+    async_queue *queue = queue_of(q);
+
+    pthread_mutex_lock(&queue->lock);
+    drain(queue);
+    pthread_mutex_unlock(&queue->lock);
+    return queue->inner->dev->wait(queue->inner, err);
+}
+
+/* ---- memory: the inner device's ---- */
+
+static hsr_status async_alloc(hsri_device *dev, uint64_t bytes, uint32_t *buf, hsr_error *err)
+{
+    return async_of(dev)->inner->alloc(async_of(dev)->inner, bytes, buf, err);
+}
+
+static hsr_status async_view(hsri_device *dev, const void *host, uint64_t bytes, uint32_t *buf, hsr_error *err)
+{
+    return async_of(dev)->inner->view(async_of(dev)->inner, host, bytes, buf, err);
+}
+
+static hsr_status async_reserve(hsri_device *dev, uint64_t bytes, uint32_t *buf, hsr_error *err)
+{
+    return async_of(dev)->inner->reserve(async_of(dev)->inner, bytes, buf, err);
+}
+
+static hsr_status async_commit(hsri_device *dev, uint32_t buf, uint64_t offset, uint64_t bytes, hsr_error *err)
+{
+    return async_of(dev)->inner->commit(async_of(dev)->inner, buf, offset, bytes, err);
+}
+
+static void async_decommit(hsri_device *dev, uint32_t buf, uint64_t offset, uint64_t bytes)
+{
+    async_of(dev)->inner->decommit(async_of(dev)->inner, buf, offset, bytes);
+}
+
+static void async_free(hsri_device *dev, uint32_t buf) { async_of(dev)->inner->free(async_of(dev)->inner, buf); }
+
+/* ---- life ---- */
+
+/* The thread inherits the signal mask: the host's handlers shall run on its own threads. */
+static int start_thread(async_queue *queue)
+{
+    sigset_t all, before;
+    int      rc;
+
+    sigfillset(&all);
+    rc = pthread_sigmask(SIG_SETMASK, &all, &before);
+    if (rc)
+        return rc;
+    rc = pthread_create(&queue->thread, NULL, queue_main, queue);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    return rc;
+}
+
+static int open_queue(async_queue *queue)
+{
+    int rc = pthread_mutex_init(&queue->lock, NULL);
+
+    if (rc)
+        return rc;
+    rc = pthread_cond_init(&queue->changed, NULL);
+    if (rc == 0) {
+        rc = start_thread(queue);
+        if (rc == 0)
+            return 0;
+        pthread_cond_destroy(&queue->changed);
+    }
+    pthread_mutex_destroy(&queue->lock);
+    return rc;
+}
+
+static hsr_status async_queue_create(hsri_device *dev, hsri_queue **q, hsr_error *err)
+{
+    hsri_device *inner = async_of(dev)->inner;
+    async_queue *queue = hsri_new_array(1, sizeof *queue);
+    hsr_status   status;
+    int          rc;
+
+    *q = NULL;
+    if (!queue)
+        return hsri_fail(err, HSR_E_NOMEM, "no memory for a device queue");
+    queue->base.dev = dev;
+    queue->pid = getpid();
+    status = inner->queue_create(inner, &queue->inner, err);
+    if (status < 0) {
+        free(queue);
+        return status;
+    }
+    rc = open_queue(queue);
+    if (rc) {
+        inner->queue_destroy(queue->inner);
+        free(queue);
+        return hsri_fail_sys(err, HSR_E_NOMEM, rc, "cannot start the thread of a device queue");
+    }
+    *q = &queue->base;
+    return HSR_OK;
+}
+
+/* Commands that nobody waited for are dropped: the host memory they name may be gone. */
+static void async_queue_destroy(hsri_queue *q)
+{
+    async_queue *queue = queue_of(q);
+
+    if (!q)
+        return;
+    if (getpid() == queue->pid) {
+        pthread_mutex_lock(&queue->lock);
+        queue->stop = true;
+        pthread_cond_broadcast(&queue->changed);
+        pthread_mutex_unlock(&queue->lock);
+        pthread_join(queue->thread, NULL);
+        pthread_cond_destroy(&queue->changed);
+        pthread_mutex_destroy(&queue->lock);
+    }
+    queue->inner->dev->queue_destroy(queue->inner);
+    free(queue);
+}
+
+static void async_destroy(hsri_device *dev)
+{
+    async_device *async = async_of(dev);
+
+    async->inner->destroy(async->inner);
+    pthread_mutex_destroy(&async->lock);
+    free(async);
+}
+
+static void fill_ops(hsri_ops *ops)
+{
+    *ops = (hsri_ops){
+        .embed = async_embed, .gather_rows = async_gather_rows, .rope_table = async_rope_table, .rms_norm = async_rms_norm,
+        .linear = async_linear, .add = async_add, .silu_mul = async_silu_mul, .rope_append = async_rope_append, .seal = async_seal,
+        .attend = async_attend, .merge = async_merge, .sample = async_sample, .check_finite = async_check_finite,
+        .norm_linear = async_norm_linear, .qkv_rope_append = async_qkv_rope_append, .gate_up_silu = async_gate_up_silu,
+        .linear_add = async_linear_add,
+    };
+}
+
+hsr_status hsri_async_device_create(hsri_device *inner, hsri_device **dev, hsr_error *err)
+{
+    async_device *async = hsri_new_array(1, sizeof *async);
+
+    *dev = NULL;
+    if (!async)
+        return hsri_fail(err, HSR_E_NOMEM, "no memory for the cpu-async device");
+    if (pthread_mutex_init(&async->lock, NULL) != 0) {
+        free(async);
+        return hsri_fail(err, HSR_E_NOMEM, "the system refused a mutex for the cpu-async device");
+    }
+    async->inner = inner;
+    async->base = (hsri_device){
+        .name = "cpu-async", .isa = inner->isa, .alloc = async_alloc, .view = async_view, .reserve = async_reserve, .commit = async_commit,
+        .decommit = async_decommit, .free = async_free, .queue_create = async_queue_create, .queue_destroy = async_queue_destroy,
+        .copy_in = async_copy_in, .copy_out = async_copy_out, .copy = async_copy, .wait = async_wait, .destroy = async_destroy,
+    };
+    fill_ops(&async->base.ops);
+    *dev = &async->base;
+    return HSR_OK;
+}

@@ -1,0 +1,77 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the files of the CPU back end share: the device with its buffer table, and how an operation finds its arguments. */
+#ifndef HSRI_CPU_BACKEND_H
+#define HSRI_CPU_BACKEND_H
+
+#include <assert.h>
+#include <pthread.h>
+#include <sys/types.h>
+
+#include "base/threads.h"
+#include "device/cpu/kernels.h"
+#include "device/cpu/sample.h"
+#include "device/device.h"
+
+typedef enum hsri_cpu_memory { HSRI_CPU_UNUSED, HSRI_CPU_HEAP, HSRI_CPU_VIEW, HSRI_CPU_RESERVED } hsri_cpu_memory;
+
+typedef struct hsri_cpu_buffer {
+    uint8_t        *data;
+    uint64_t        bytes;
+    uint32_t        next_unused;   /* id, 0 at the end: chain of ids that were freed */
+    hsri_cpu_memory memory;
+} hsri_cpu_buffer;
+
+/* Entries never move, so that looking up a live id needs no lock while others are added: chunk c holds
+ * HSRI_CPU_FIRST_CHUNK << c entries. */
+#define HSRI_CPU_FIRST_CHUNK 64u
+#define HSRI_CPU_N_CHUNKS 24u
+
+typedef struct hsri_cpu_device {
+    hsri_device      base;
+    pid_t            pid;           /* of the creator */
+    hsri_threads    *threads;
+    hsri_kernels     kernels;
+    pthread_mutex_t  lock;          /* of the table's growth and of its unused ids */
+    hsri_cpu_buffer *chunks[HSRI_CPU_N_CHUNKS];
+    uint32_t         n_ids;         /* ids ever given: 1..n_ids */
+    uint32_t         unused;        /* first freed id, 0: none */
+    float           *scratch;       /* HSRI_ATTEND_SCRATCH floats per thread */
+    /* Of the sampler; both grow at the first call of a size and stay. */
+    hsri_sample_work *sample_work;  /* one per thread */
+    hsri_sample_part *sample_parts;
+    size_t            n_sample_parts;
+} hsri_cpu_device;
+
+typedef struct hsri_cpu_queue {
+    hsri_queue base;
+    hsr_error  error;               /* the first failure since the last wait; status HSR_OK: none */
+} hsri_cpu_queue;
+
+static inline hsri_cpu_buffer *hsri_cpu_buffer_of(const hsri_cpu_device *dev, uint32_t id)
+{
+    uint32_t i = id - 1 + HSRI_CPU_FIRST_CHUNK;
+    uint32_t c = (uint32_t)__builtin_clz(HSRI_CPU_FIRST_CHUNK) - (uint32_t)__builtin_clz(i);
+
+    return &dev->chunks[c][i - (HSRI_CPU_FIRST_CHUNK << c)];
+}
+
+/* Address of `bytes` bytes at r; NULL for an absent argument. */
+static inline void *hsri_cpu_at(const hsri_cpu_device *dev, hsri_ref r, uint64_t bytes)
+{
+    const hsri_cpu_buffer *b;
+
+    if (r.buf == 0)
+        return NULL;
+    b = hsri_cpu_buffer_of(dev, r.buf);
+    assert(b->memory != HSRI_CPU_UNUSED);
+    assert(r.offset <= b->bytes && bytes <= b->bytes - r.offset);
+    (void)bytes;
+    return b->data + r.offset;
+}
+
+static inline float *hsri_cpu_floats(const hsri_cpu_device *dev, hsri_ref r, uint64_t n) { return hsri_cpu_at(dev, r, n * sizeof(float)); }
+
+/* The table of simple operations (ops.c). */
+void hsri_cpu_ops_fill(hsri_ops *ops);
+
+#endif

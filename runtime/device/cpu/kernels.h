@@ -1,0 +1,79 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The CPU kernel table: plain functions over raw pointers, no threads, no policy. kernels_ref.c fills every entry in portable C;
+ * each instruction-set level then overwrites the entries it has (x86/). tests/kernels compares every entry of every level with
+ * the reference.
+ *
+ * Rule of all kernels: the result of one output row (or one query row) does not depend on how many rows are computed in the
+ * same call. */
+#ifndef HSRI_CPU_KERNELS_H
+#define HSRI_CPU_KERNELS_H
+
+#include <stdint.h>
+
+#include "device/device.h"
+
+/* A packed matrix in memory. tail: scales (q8), scales and minimums (q4), else NULL. */
+typedef struct hsri_packed {
+    const uint8_t *codes;
+    const uint8_t *tail;
+    uint32_t       n, k;      /* logical */
+    uint32_t       n_runs;    /* ceil(k / 32) */
+} hsri_packed;
+
+/* One (query rows, kv head, group) piece of attention: tokens [t0, t0 + n_tokens) of one sequence, t0 a multiple of
+ * HSRI_GROUP_TOKENS or of HSRI_PAGE_TOKENS; query i sees the first visible[i] of them (0: none). */
+typedef struct hsri_attend_args {
+    const uint8_t *const *pages;   /* page slots (header included) of the group's pages, in order */
+    uint32_t        n_pages;
+    uint32_t        head_dim;
+    float           scale;
+    uint32_t        n_queries;     /* rows times heads of the group that share these pages */
+    const float    *const *queries;/* [n_queries] -> float[d] */
+    const uint32_t *visible;       /* [n_queries] */
+    float          *const *partials;/* [n_queries] -> { m, l, o[d] } */
+    float          *scratch;       /* per thread: HSRI_ATTEND_SCRATCH floats */
+} hsri_attend_args;
+
+#define HSRI_ATTEND_MAX_QUERIES 64u   /* most queries of one call */
+#define HSRI_ATTEND_SCRATCH (HSRI_ATTEND_MAX_QUERIES * HSRI_GROUP_TOKENS)
+
+typedef struct hsri_kernels {
+    /* out[i * out_stride + c] for rows i < n_rows and outputs c of panels [panel0, panel1), only c < w->n written:
+     * the product in the order of docs/model-file.md, plus bias[c] if bias is not NULL. x rows are x_stride floats apart;
+     * exactly k floats of a row are read. */
+    void (*linear[HSRI_N_DTYPES])(const hsri_packed *w, uint32_t panel0, uint32_t panel1, const float *x, uint64_t x_stride, uint32_t n_rows,
+                                  const float *bias, float *out, uint64_t out_stride);
+    /* out[0..k) = row n of w, decoded */
+    void (*unpack_row[HSRI_N_DTYPES])(const hsri_packed *w, uint32_t n, float *out);
+    void (*rms_norm)(const float *in, const float *gain, float eps, uint32_t width, float *out);
+    /* rotate the first r components of x by cos_sin = r/2 cosines then r/2 sines */
+    void (*rope)(float *x, const float *cos_sin, uint32_t rotary_dim);
+    /* in: panels of 16 gate, 16 up; out[n] */
+    void (*silu_mul)(const float *in, uint32_t n, float *out);
+    void (*add)(float *x, const float *y, uint64_t n);
+    /* write k[d] and v[d] as token t of a page slot */
+    void (*page_put[HSRI_N_KV_TYPES])(uint8_t *slot, uint32_t head_dim, uint32_t t, const float *k, const float *v);
+    void (*attend[HSRI_N_KV_TYPES])(const hsri_attend_args *a);
+    /* acc = fold(acc, part): { m, l, o[d] } each; an empty part (l = 0) changes nothing, not even bits */
+    void (*merge)(float *acc, const float *part, uint32_t head_dim);
+    /* 1 if any of n floats is NaN or infinite */
+    uint32_t (*nonfinite)(const float *x, uint64_t n);
+} hsri_kernels;
+
+/* Fill the table for a level: reference first, then every level up to isa. isa must be at or below hsri_cpu_isa(). */
+void hsri_kernels_fill(hsri_kernels *k, int32_t isa);
+
+void hsri_kernels_fill_ref(hsri_kernels *k);
+void hsri_kernels_fill_avx2(hsri_kernels *k);    /* x86/kernels_avx2.c */
+void hsri_kernels_fill_avx512(hsri_kernels *k);  /* x86/kernels_avx512.c */
+
+/* Where codes and tail of a packed matrix are. */
+hsri_packed hsri_packed_at(const void *data, hsri_dtype dtype, uint32_t n, uint32_t k);
+uint64_t hsri_packed_bytes(hsri_dtype dtype, uint32_t n, uint32_t k);
+
+static inline float hsri_bf16_to_f32(uint16_t b) { union { uint32_t u; float f; } v = { (uint32_t)b << 16 }; return v.f; }
+/* Round to nearest even; NaN stays NaN. */
+uint16_t hsri_f32_to_bf16(float f);
+float hsri_f16_to_f32(uint16_t h);
+
+#endif

@@ -1,0 +1,685 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The simple operations of the CPU back end: find the arguments in memory, cut the work into tasks, call kernels.
+ *
+ * Each operation is a number of items (rows, elements, pieces of a product) and a function that computes a run of them. How the
+ * items are cut into runs never changes a result: an item computes whole output elements, with kernels whose rows do not depend
+ * on each other. A parallel loop costs about two microseconds, so operations estimate their time and small ones stay on the
+ * calling thread. */
+#include "device/cpu/backend.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/array.h"
+#include "base/status.h"
+
+#define BLOCK_BYTES (1u << 20)
+#define GROUP_PAGES (HSRI_GROUP_TOKENS / HSRI_PAGE_TOKENS)
+#define CHUNK 4096u                    /* elements of an item of an elementwise operation */
+
+/* Estimates for one thread. */
+#define INLINE_NS 5000u                /* operations below it do not start a parallel loop */
+#define TASK_NS 4000u                  /* tasks are not cut smaller */
+#define TASKS_PER_THREAD 8u            /* nor into more: enough for a thread that was held up to cost little */
+#define MACS_PER_NS 16u                /* of a matrix product bound by arithmetic */
+#define BYTES_PER_NS 10u               /* of one bound by memory */
+
+/* Pieces of a large matrix product: weights that stay in a core's cache while blocks of rows pass, and such a block. */
+#define WEIGHT_BYTES (512u << 10)
+#define INPUT_BYTES (512u << 10)
+
+static hsri_cpu_device *cpu_of(hsri_queue *q) { return (hsri_cpu_device *)q->dev; }
+
+/* The first failure of a queue stays until the next wait. */
+static void queue_fail(hsri_queue *q, const char *what)
+{
+    hsri_cpu_queue *queue = (hsri_cpu_queue *)q;
+
+    if (queue->error.status == HSR_OK)
+        hsri_fail(&queue->error, HSR_E_NOMEM, "no memory for %s", what);
+}
+
+/* ---- cutting work ---- */
+
+/* Compute items [first, end) on thread `worker`. */
+typedef void (*run_fn)(const void *job, uint64_t first, uint64_t end, uint32_t worker);
+
+typedef struct split {
+    run_fn      fn;
+    const void *job;
+    uint64_t    n_items, per_task;
+} split;
+
+static void split_task(void *arg, uint32_t task, uint32_t worker)
+{
+    const split *s = arg;
+    uint64_t     first = task * s->per_task;
+
+    s->fn(s->job, first, hsri_min(first + s->per_task, s->n_items), worker);
+}
+
+static uint64_t items_per_task(const hsri_cpu_device *dev, uint64_t n_items, uint64_t cost_ns)
+{
+    uint64_t most = (uint64_t)hsri_threads_count(dev->threads) * TASKS_PER_THREAD;
+
+    return hsri_max(hsri_div_up(n_items, hsri_min(cost_ns / TASK_NS + 1, most)), 1);
+}
+
+/* Run all items, which take cost_ns together. */
+static void run_items(hsri_cpu_device *dev, uint64_t n_items, uint64_t cost_ns, run_fn fn, const void *job)
+{
+    split s = { fn, job, n_items, items_per_task(dev, n_items, cost_ns) };
+
+    if (n_items == 0)
+        return;
+    if (cost_ns < INLINE_NS)
+        fn(job, 0, n_items, 0);
+    else
+        hsri_parallel(dev->threads, (uint32_t)hsri_div_up(n_items, s.per_task), split_task, &s);
+}
+
+/* ---- rows of tables ---- */
+
+typedef struct embed_job {
+    const hsri_kernels *kernels;
+    hsri_packed    table;
+    hsri_dtype     dtype;
+    const int32_t *ids;
+    float         *out;
+} embed_job;
+
+static void embed_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const embed_job *job = arg;
+
+    (void)worker;
+    for (uint64_t i = first; i < end; i++) {
+        assert((uint32_t)job->ids[i] < job->table.n);
+        job->kernels->unpack_row[job->dtype](&job->table, (uint32_t)job->ids[i], job->out + i * job->table.k);
+    }
+}
+
+static hsri_packed packed_of(const hsri_cpu_device *dev, const hsri_matrix *w)
+{
+    return hsri_packed_at(hsri_cpu_at(dev, w->data, hsri_packed_bytes(w->dtype, w->n, w->k)), w->dtype, w->n, w->k);
+}
+
+static void cpu_embed(hsri_queue *q, const hsri_matrix *table, hsri_ref ids, uint32_t n_ids, hsri_ref out)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    embed_job        job = { &dev->kernels, packed_of(dev, table), table->dtype, hsri_cpu_at(dev, ids, n_ids * sizeof(int32_t)),
+                             hsri_cpu_floats(dev, out, (uint64_t)n_ids * table->k) };
+
+    run_items(dev, n_ids, (uint64_t)n_ids * table->k, embed_run, &job);
+}
+
+typedef struct gather_job {
+    const float    *in;
+    const uint32_t *index;
+    float          *out;
+    uint64_t        width;
+} gather_job;
+
+static void gather_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const gather_job *job = arg;
+
+    (void)worker;
+    for (uint64_t i = first; i < end; i++)
+        memcpy(job->out + i * job->width, job->in + job->index[i] * job->width, job->width * sizeof(float));
+}
+
+static void cpu_gather_rows(hsri_queue *q, hsri_ref in, uint32_t width, hsri_ref index, uint32_t n, hsri_ref out)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    gather_job       job = { hsri_cpu_floats(dev, in, 0), hsri_cpu_at(dev, index, n * sizeof(uint32_t)),
+                             hsri_cpu_floats(dev, out, (uint64_t)n * width), width };
+
+    run_items(dev, n, (uint64_t)n * width / 4, gather_run, &job);
+}
+
+/* ---- rotary table ---- */
+
+typedef struct rope_table_job {
+    const hsri_row *rows;
+    const hsri_seq *seqs;
+    const float    *inv_freq;
+    float          *out;
+    uint32_t        half;
+    float           factor;
+} rope_table_job;
+
+static void rope_table_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const rope_table_job *job = arg;
+
+    (void)worker;
+    for (uint64_t i = first; i < end; i++) {
+        const float *inv_freq = job->inv_freq + (uint64_t)job->seqs[job->rows[i].seq].rope_table * job->half;
+        float       *cosines = job->out + i * 2 * job->half, *sines = cosines + job->half;
+
+        for (uint32_t j = 0; j < job->half; j++) {
+            double angle = (double)job->rows[i].pos * inv_freq[j];
+
+            cosines[j] = (float)(cos(angle) * job->factor);
+            sines[j] = (float)(sin(angle) * job->factor);
+        }
+    }
+}
+
+static const hsri_row *rows_of(const hsri_cpu_device *dev, const hsri_batch *batch)
+{
+    return hsri_cpu_at(dev, batch->rows, batch->n_rows * sizeof(hsri_row));
+}
+
+static const hsri_seq *seqs_of(const hsri_cpu_device *dev, const hsri_batch *batch)
+{
+    return hsri_cpu_at(dev, batch->seqs, batch->n_seqs * sizeof(hsri_seq));
+}
+
+static void cpu_rope_table(hsri_queue *q, const hsri_batch *batch, hsri_ref inv_freq, uint32_t rotary_dim, float attention_factor,
+                           hsri_ref out)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    rope_table_job   job = { rows_of(dev, batch), seqs_of(dev, batch), hsri_cpu_floats(dev, inv_freq, rotary_dim / 2),
+                             hsri_cpu_floats(dev, out, (uint64_t)batch->n_rows * rotary_dim), rotary_dim / 2, attention_factor };
+
+    run_items(dev, batch->n_rows, (uint64_t)batch->n_rows * rotary_dim * 20, rope_table_run, &job);
+}
+
+/* ---- norm and elementwise operations ---- */
+
+typedef struct rows_job {
+    const hsri_kernels *kernels;
+    const float *in, *gain;
+    void        *out;
+    uint64_t     n;              /* elements of a row of out */
+    uint64_t     in_stride, n_chunks;
+    float        eps;
+} rows_job;
+
+static void rms_norm_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const rows_job *job = arg;
+
+    (void)worker;
+    for (uint64_t i = first; i < end; i++)
+        job->kernels->rms_norm(job->in + i * job->n, job->gain, job->eps, (uint32_t)job->n, (float *)job->out + i * job->n);
+}
+
+static void cpu_rms_norm(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, uint32_t n_rows, uint32_t width, hsri_ref out)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    uint64_t         n = (uint64_t)n_rows * width;
+    rows_job         job = { .kernels = &dev->kernels, .in = hsri_cpu_floats(dev, in, n), .gain = hsri_cpu_floats(dev, gain, width),
+                             .out = hsri_cpu_floats(dev, out, n), .n = width, .eps = eps };
+
+    run_items(dev, n_rows, n / 2, rms_norm_run, &job);
+}
+
+static void add_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const rows_job *job = arg;
+    uint64_t        at = first * CHUNK;
+
+    (void)worker;
+    job->kernels->add((float *)job->out + at, job->in + at, hsri_min(end * CHUNK, job->n) - at);
+}
+
+static void cpu_add(hsri_queue *q, hsri_ref x, hsri_ref y, uint32_t n_rows, uint32_t n)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    uint64_t         all = (uint64_t)n_rows * n;
+    rows_job         job = { .kernels = &dev->kernels, .in = hsri_cpu_floats(dev, y, all), .out = hsri_cpu_floats(dev, x, all), .n = all };
+
+    run_items(dev, hsri_div_up(all, CHUNK), all / 4, add_run, &job);
+}
+
+/* An item is a chunk of a row; chunks begin at panels. */
+static void silu_mul_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const rows_job *job = arg;
+
+    (void)worker;
+    for (uint64_t i = first; i < end; i++) {
+        uint64_t row = i / job->n_chunks, at = i % job->n_chunks * CHUNK;
+
+        job->kernels->silu_mul(job->in + row * job->in_stride + 2 * at, (uint32_t)hsri_min(CHUNK, job->n - at),
+                               (float *)job->out + row * job->n + at);
+    }
+}
+
+static void cpu_silu_mul(hsri_queue *q, hsri_ref in, uint32_t n_rows, uint32_t n, hsri_ref out)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    uint64_t         stride = 2 * hsri_round_up(n, HSRI_PANEL), all = (uint64_t)n_rows * n;
+    rows_job         job = { .kernels = &dev->kernels, .in = hsri_cpu_floats(dev, in, n_rows * stride),
+                             .out = hsri_cpu_floats(dev, out, all), .n = n, .in_stride = stride, .n_chunks = hsri_div_up(n, CHUNK) };
+
+    run_items(dev, n_rows * job.n_chunks, all * 2, silu_mul_run, &job);
+}
+
+static void check_finite_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const rows_job *job = arg;
+
+    (void)worker;
+    for (uint64_t i = first; i < end; i++)
+        ((uint32_t *)job->out)[i] = job->kernels->nonfinite(job->in + i * job->n, job->n);
+}
+
+static void cpu_check_finite(hsri_queue *q, hsri_ref in, uint32_t n_rows, uint32_t n, hsri_ref flags)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    uint64_t         all = (uint64_t)n_rows * n;
+    rows_job         job = { .kernels = &dev->kernels, .in = hsri_cpu_floats(dev, in, all),
+                             .out = hsri_cpu_at(dev, flags, n_rows * sizeof(uint32_t)), .n = n };
+
+    run_items(dev, n_rows, all / 8, check_finite_run, &job);
+}
+
+/* ---- linear ---- */
+
+/* An item is a run of panels times a block of rows; items of the same panels are neighbours. */
+typedef struct linear_job {
+    void       (*kernel)(const hsri_packed *w, uint32_t panel0, uint32_t panel1, const float *x, uint64_t x_stride, uint32_t n_rows,
+                         const float *bias, float *out, uint64_t out_stride);
+    hsri_packed  w;
+    const float *bias, *in;
+    float       *out;
+    uint32_t     n_rows, n_panels, item_rows, item_panels, n_row_blocks;
+} linear_job;
+
+static void linear_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const linear_job *job = arg;
+
+    (void)worker;
+    for (uint64_t i = first; i < end; i++) {
+        uint32_t panel = (uint32_t)(i / job->n_row_blocks) * job->item_panels, row = (uint32_t)(i % job->n_row_blocks) * job->item_rows;
+
+        job->kernel(&job->w, panel, (uint32_t)hsri_min(panel + job->item_panels, job->n_panels), job->in + (uint64_t)row * job->w.k,
+                    job->w.k, (uint32_t)hsri_min(job->item_rows, job->n_rows - row), job->bias, job->out + (uint64_t)row * job->w.n,
+                    job->w.n);
+    }
+}
+
+static void cpu_linear(hsri_queue *q, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref out)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    uint64_t         bytes = hsri_packed_bytes(w->dtype, w->n, w->k);
+    uint64_t         cost = hsri_max((uint64_t)w->n * w->k * n_rows / MACS_PER_NS, bytes / BYTES_PER_NS);
+    linear_job       job = { .kernel = dev->kernels.linear[w->dtype], .w = packed_of(dev, w), .bias = hsri_cpu_floats(dev, bias, w->n),
+                             .in = hsri_cpu_floats(dev, in, (uint64_t)n_rows * w->k),
+                             .out = hsri_cpu_floats(dev, out, (uint64_t)n_rows * w->n),
+                             .n_rows = n_rows, .n_panels = (uint32_t)hsri_div_up(w->n, HSRI_PANEL) };
+    uint64_t         cached_panels = hsri_max(WEIGHT_BYTES * (uint64_t)job.n_panels / bytes, 1);
+
+    job.item_rows = (uint32_t)hsri_round_up(hsri_max(INPUT_BYTES / (w->k * sizeof(float)), 1), 16);
+    job.n_row_blocks = (uint32_t)hsri_div_up(n_rows, job.item_rows);
+    if (n_rows == 0)
+        return;
+    job.item_panels = (uint32_t)hsri_min(items_per_task(dev, job.n_panels, cost / job.n_row_blocks), cached_panels);
+    run_items(dev, hsri_div_up(job.n_panels, job.item_panels) * job.n_row_blocks, cost, linear_run, &job);
+}
+
+/* ---- pages ---- */
+
+/* Where the page slots of one layer and kv head of a sequence are. */
+typedef struct page_table {
+    uint8_t        *pool;
+    const uint32_t *entries;     /* of page 0 */
+    uint64_t        stride;      /* entries between pages */
+    uint32_t        slot_bytes;
+} page_table;
+
+static page_table pages_of(const hsri_cpu_device *dev, const hsri_kv_view *kv, const hsri_seq *seq, uint32_t layer, uint32_t head)
+{
+    return (page_table){ hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0),
+                         (const uint32_t *)hsri_cpu_at(dev, seq->table, 0) + (uint64_t)layer * kv->n_kv_heads + head,
+                         (uint64_t)kv->n_layers * kv->n_kv_heads, kv->slot_bytes[seq->kv_type] };
+}
+
+static uint8_t *slot_at(uint8_t *pool, uint32_t entry, uint32_t slot_bytes)
+{
+    return pool + (uint64_t)(entry >> 8) * BLOCK_BYTES + (uint64_t)(entry & 0xFF) * slot_bytes;
+}
+
+static uint8_t *page_at(const page_table *t, uint32_t page) { return slot_at(t->pool, t->entries[page * t->stride], t->slot_bytes); }
+
+/* ---- rope and append ---- */
+
+/* Tokens whose values one thread writes: in every plain page order they fill whole cache lines, and no two threads share a word. */
+#define APPEND_TOKENS 16u
+
+typedef struct append_job {
+    const hsri_cpu_device *dev;
+    const hsri_row     *rows;
+    const hsri_seq     *seqs;
+    const hsri_kv_view *kv;
+    const float        *qkv, *q_norm, *k_norm, *cos_sin;
+    float              *q_out;
+    uint32_t            n_rows, layer, n_heads, rotary_dim;
+    float               eps;
+} append_job;
+
+/* Item i owns the rows from the first one at or behind row 16 i that starts a page's run of 16 tokens or a sequence. */
+static uint32_t append_row0(const append_job *job, uint64_t item)
+{
+    uint64_t row = hsri_min(item * APPEND_TOKENS, job->n_rows);
+
+    while (row > 0 && row < job->n_rows && job->rows[row].pos % APPEND_TOKENS != 0 && job->rows[row].seq == job->rows[row - 1].seq)
+        row++;
+    return (uint32_t)row;
+}
+
+static void norm_rope(const append_job *job, const float *in, const float *gain, const float *cos_sin, float *out)
+{
+    const hsri_kernels *kernels = &job->dev->kernels;
+    uint32_t            d = job->kv->head_dim;
+
+    if (gain)
+        kernels->rms_norm(in, gain, job->eps, d, out);
+    else
+        memcpy(out, in, d * sizeof *out);
+    kernels->rope(out, cos_sin, job->rotary_dim);
+}
+
+static void append_row(const append_job *job, uint32_t row, float *key)
+{
+    uint32_t        d = job->kv->head_dim, n_kv = job->kv->n_kv_heads, pos = job->rows[row].pos;
+    const hsri_seq *seq = &job->seqs[job->rows[row].seq];
+    const float    *q = job->qkv + (uint64_t)row * (job->n_heads + 2 * n_kv) * d;
+    const float    *k = q + (uint64_t)job->n_heads * d, *v = k + (uint64_t)n_kv * d;
+    const float    *cos_sin = job->cos_sin + (uint64_t)row * job->rotary_dim;
+
+    for (uint32_t h = 0; h < job->n_heads; h++)
+        norm_rope(job, q + h * d, job->q_norm, cos_sin, job->q_out + ((uint64_t)row * job->n_heads + h) * d);
+    for (uint32_t h = 0; h < n_kv; h++) {
+        page_table pages = pages_of(job->dev, job->kv, seq, job->layer, h);
+
+        norm_rope(job, k + h * d, job->k_norm, cos_sin, key);
+        job->dev->kernels.page_put[seq->kv_type](page_at(&pages, pos / HSRI_PAGE_TOKENS), d, pos % HSRI_PAGE_TOKENS, key, v + h * d);
+    }
+}
+
+static void append_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const append_job *job = arg;
+    float            *key = job->dev->scratch + (uint64_t)worker * HSRI_ATTEND_SCRATCH;
+    uint32_t          row_end = append_row0(job, end);
+
+    for (uint32_t row = append_row0(job, first); row < row_end; row++)
+        append_row(job, row, key);
+}
+
+static void cpu_rope_append(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, hsri_ref qkv,
+                            hsri_ref q_norm, hsri_ref k_norm, float eps, const hsri_rope *rope, hsri_ref q_out)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    uint64_t         n = batch->n_rows, width = (uint64_t)(n_heads + 2 * kv->n_kv_heads) * kv->head_dim;
+    append_job       job = { dev, rows_of(dev, batch), seqs_of(dev, batch), kv, hsri_cpu_floats(dev, qkv, n * width),
+                             hsri_cpu_floats(dev, q_norm, kv->head_dim), hsri_cpu_floats(dev, k_norm, kv->head_dim),
+                             hsri_cpu_floats(dev, rope->cos_sin, n * rope->rotary_dim),
+                             hsri_cpu_floats(dev, q_out, n * n_heads * kv->head_dim),
+                             batch->n_rows, layer, n_heads, rope->rotary_dim, eps };
+
+    assert(kv->head_dim <= HSRI_ATTEND_SCRATCH);
+    run_items(dev, hsri_div_up(n, APPEND_TOKENS), n * width, append_run, &job);
+}
+
+/* The header of a page slot, hsri_page_header of kv/page.h, written field by field: that layer lies above this one. */
+typedef struct page_header {
+    uint32_t magic, crc32c;
+    uint64_t lineage;
+    uint32_t page;
+    uint16_t layer, head, format, head_dim;
+    float    error;
+    uint8_t  reserved[32];
+} page_header;
+
+_Static_assert(sizeof(page_header) == HSRI_PAGE_HEADER_BYTES, "a page header fills its place");
+
+#define PAGE_MAGIC 0x50525348u
+
+static void cpu_seal(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    const hsri_seal *seals = hsri_cpu_at(dev, list, n * sizeof *seals);
+    uint8_t         *pool = hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0);
+
+    for (uint32_t i = 0; i < n; i++) {
+        page_header header = { .magic = PAGE_MAGIC, .lineage = seals[i].lineage, .page = seals[i].page, .layer = seals[i].layer,
+                               .head = seals[i].head, .format = seals[i].format, .head_dim = (uint16_t)kv->head_dim };
+
+        memcpy(slot_at(pool, seals[i].entry, kv->slot_bytes[seals[i].format]), &header, sizeof header);
+    }
+}
+
+/* ---- attention ---- */
+
+/* An item is (group, kv head, tile of rows); the tiles that read the same pages are neighbours. A kernel call takes rows of one
+ * sequence times the query heads of the kv head, so a tile that holds several sequences makes several calls. */
+typedef struct attend_job {
+    const hsri_cpu_device *dev;
+    const hsri_row     *rows;
+    const hsri_seq     *seqs;
+    const hsri_kv_view *kv;
+    const float        *queries;
+    float              *part;
+    uint32_t            n_rows, layer, n_heads, g0, n_groups;
+    uint32_t            heads_per_kv, tile_rows, n_tiles;
+    float               scale;
+} attend_job;
+
+/* How many tokens of group g a query at `pos` sees. */
+static uint32_t visible_tokens(uint32_t pos, uint32_t g)
+{
+    uint64_t first = (uint64_t)g * HSRI_GROUP_TOKENS;
+
+    return pos < first ? 0 : (uint32_t)hsri_min(pos + 1 - first, HSRI_GROUP_TOKENS);
+}
+
+/* Rows [row, row_end) of one sequence, query heads [head, head_end) of kv head `kv_head`, group g. */
+static void attend_queries(const attend_job *job, uint32_t row, uint32_t row_end, uint32_t head, uint32_t head_end, uint32_t kv_head,
+                           uint32_t g, float *scratch)
+{
+    const hsri_seq *seq = &job->seqs[job->rows[row].seq];
+    const uint8_t  *pages[GROUP_PAGES];
+    const float    *queries[HSRI_ATTEND_MAX_QUERIES];
+    float          *partials[HSRI_ATTEND_MAX_QUERIES];
+    uint32_t        visible[HSRI_ATTEND_MAX_QUERIES], most = visible_tokens(job->rows[row_end - 1].pos, g);
+    uint32_t        d = job->kv->head_dim, n = 0, n_pages = (most + HSRI_PAGE_TOKENS - 1) / HSRI_PAGE_TOKENS;
+    page_table      table = pages_of(job->dev, job->kv, seq, job->layer, kv_head);
+
+    for (uint32_t r = row; r < row_end; r++) {
+        for (uint32_t h = head; h < head_end; h++, n++) {
+            uint64_t at = (uint64_t)r * job->n_heads + h;
+
+            queries[n] = job->queries + at * d;
+            visible[n] = visible_tokens(job->rows[r].pos, g);
+            partials[n] = job->part + (at * job->n_groups + g - job->g0) * (2 + d);
+            assert(visible[n] <= most);
+        }
+    }
+    for (uint32_t p = 0; p < n_pages; p++)
+        pages[p] = page_at(&table, g * GROUP_PAGES + p);
+    job->dev->kernels.attend[seq->kv_type](&(hsri_attend_args){ pages, n_pages, d, job->scale, n, queries, visible, partials, scratch });
+}
+
+static void attend_tile(const attend_job *job, uint32_t tile, uint32_t kv_head, uint32_t g, float *scratch)
+{
+    uint32_t row = tile * job->tile_rows, tile_end = (uint32_t)hsri_min(row + job->tile_rows, job->n_rows), row_end;
+    uint32_t head0 = kv_head * job->heads_per_kv, head1 = head0 + job->heads_per_kv;
+
+    for (; row < tile_end; row = row_end) {
+        for (row_end = row + 1; row_end < tile_end && job->rows[row_end].seq == job->rows[row].seq;)
+            row_end++;
+        for (uint32_t h = head0; h < head1; h += HSRI_ATTEND_MAX_QUERIES)
+            attend_queries(job, row, row_end, h, (uint32_t)hsri_min(h + HSRI_ATTEND_MAX_QUERIES, head1), kv_head, g, scratch);
+    }
+}
+
+static void attend_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const attend_job *job = arg;
+    float            *scratch = job->dev->scratch + (uint64_t)worker * HSRI_ATTEND_SCRATCH;
+
+    for (uint64_t i = first; i < end; i++) {
+        uint64_t pair = i / job->n_tiles;
+
+        attend_tile(job, (uint32_t)(i % job->n_tiles), (uint32_t)(pair % job->kv->n_kv_heads),
+                    job->g0 + (uint32_t)(pair / job->kv->n_kv_heads), scratch);
+    }
+}
+
+static uint64_t attend_cost(const attend_job *job)
+{
+    uint64_t pairs = 0;
+
+    for (uint32_t row = 0; row < job->n_rows; row++)
+        for (uint32_t g = job->g0; g < job->g0 + job->n_groups; g++)
+            pairs += visible_tokens(job->rows[row].pos, g);
+    return pairs * job->n_heads * job->kv->head_dim * 2 / MACS_PER_NS;
+}
+
+static void cpu_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                       hsri_ref queries, uint32_t g0, uint32_t g1, hsri_ref part)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    uint64_t         n = (uint64_t)batch->n_rows * n_heads;
+    attend_job       job = { .dev = dev, .rows = rows_of(dev, batch), .seqs = seqs_of(dev, batch), .kv = kv, .scale = scale,
+                             .queries = hsri_cpu_floats(dev, queries, n * kv->head_dim),
+                             .part = hsri_cpu_floats(dev, part, n * (g1 - g0) * (2 + kv->head_dim)),
+                             .n_rows = batch->n_rows, .layer = layer, .n_heads = n_heads, .g0 = g0, .n_groups = g1 - g0,
+                             .heads_per_kv = n_heads / kv->n_kv_heads };
+
+    if (batch->n_rows == 0)
+        return;
+    /* As many rows as fit a call, but no more than sequences have on average: single rows of many sequences are items of their own. */
+    job.tile_rows = (uint32_t)hsri_max(hsri_min(HSRI_ATTEND_MAX_QUERIES / job.heads_per_kv, batch->n_rows / hsri_max(batch->n_seqs, 1)), 1);
+    job.n_tiles = (uint32_t)hsri_div_up(batch->n_rows, job.tile_rows);
+    run_items(dev, (uint64_t)job.n_groups * kv->n_kv_heads * job.n_tiles, attend_cost(&job), attend_run, &job);
+}
+
+typedef struct merge_job {
+    const hsri_kernels *kernels;
+    const float *part;
+    float       *acc, *out;
+    uint32_t     head_dim, n_groups;
+    int          first;
+} merge_job;
+
+/* An item is one (row, head). A row that saw nothing has l = 0, and its NaN shows in the logits: it must not pass for a result. */
+static void merge_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const merge_job *job = arg;
+    uint32_t         d = job->head_dim;
+
+    (void)worker;
+    for (uint64_t i = first; i < end; i++) {
+        float *acc = job->acc + i * (2 + d);
+
+        if (job->first) {
+            memset(acc, 0, (2 + d) * sizeof *acc);
+            acc[0] = -INFINITY;
+        }
+        for (uint32_t g = 0; g < job->n_groups; g++)
+            job->kernels->merge(acc, job->part + (i * job->n_groups + g) * (2 + d), d);
+        for (uint32_t j = 0; job->out && j < d; j++)
+            job->out[i * d + j] = acc[2 + j] / acc[1];
+    }
+}
+
+static void cpu_merge(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups, int first,
+                      hsri_ref acc, hsri_ref out)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    uint64_t         n = (uint64_t)n_rows * n_heads;
+    merge_job        job = { &dev->kernels, hsri_cpu_floats(dev, part, n * n_groups * (2 + head_dim)),
+                             hsri_cpu_floats(dev, acc, n * (2 + head_dim)), hsri_cpu_floats(dev, out, n * head_dim), head_dim, n_groups,
+                             first };
+
+    run_items(dev, n, n * head_dim * (n_groups + 1) / 2, merge_run, &job);
+}
+
+/* ---- sampling ---- */
+
+typedef struct sample_job {
+    const hsri_cpu_device *dev;
+    const float        *logits;
+    const hsri_sample_params *params;
+    hsri_sampled       *out;
+    uint32_t            n_vocab, n_tokens, n_parts;
+} sample_job;
+
+/* An item is one part of one row. */
+static void sample_scan_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const sample_job *job = arg;
+
+    (void)worker;
+    for (uint64_t i = first; i < end; i++)
+        hsri_sample_scan(job->logits + i / job->n_parts * job->n_vocab, job->n_tokens, (uint32_t)(i % job->n_parts),
+                         &job->dev->sample_parts[i]);
+}
+
+static void sample_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const sample_job *job = arg;
+
+    for (uint64_t i = first; i < end; i++) {
+        const hsri_sample_params *p = &job->params[i];
+        const hsr_token_bias     *bias = hsri_cpu_at(job->dev, p->bias, p->n_bias * sizeof *bias);
+        const hsri_seen          *seen = hsri_cpu_at(job->dev, p->seen, p->n_seen * sizeof *seen);
+
+        hsri_sample_row(job->logits + i * job->n_vocab, job->n_tokens, job->dev->sample_parts + i * job->n_parts, p, bias, seen,
+                        &job->dev->sample_work[worker], &job->out[i]);
+    }
+}
+
+/* Both grow with the largest call so far and stay, so that steps of a size once seen allocate nothing. */
+static bool sample_room(hsri_cpu_device *dev, uint64_t n_parts, uint32_t n_tokens, uint32_t n_rows)
+{
+    uint32_t n_workers = n_rows > 1 ? (uint32_t)hsri_threads_count(dev->threads) : 1;
+
+    for (uint32_t i = 0; i < n_workers; i++)
+        if (!hsri_sample_work_grow(&dev->sample_work[i], n_tokens))
+            return false;
+    return hsri_grow((void **)&dev->sample_parts, &dev->n_sample_parts, n_parts, sizeof *dev->sample_parts);
+}
+
+static void cpu_sample(hsri_queue *q, hsri_ref logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_tokens, hsri_ref params, hsri_ref out)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    sample_job       job = { dev, hsri_cpu_floats(dev, logits, (uint64_t)n_rows * n_vocab),
+                             hsri_cpu_at(dev, params, n_rows * sizeof *job.params), hsri_cpu_at(dev, out, n_rows * sizeof *job.out),
+                             n_vocab, n_tokens, hsri_sample_n_parts(n_tokens) };
+    uint64_t         n_parts = (uint64_t)n_rows * job.n_parts, n = (uint64_t)n_rows * n_tokens;
+
+    if (!sample_room(dev, n_parts, n_tokens, n_rows)) {
+        queue_fail(q, "the sampler's scratch");
+        return;
+    }
+    run_items(dev, n_parts, n * 8, sample_scan_run, &job);
+    /* Less work for one row than handing it over; with more, whole rows are the items. */
+    run_items(dev, n_rows, n_rows > 1 ? n * 2 : 0, sample_run, &job);
+}
+
+void hsri_cpu_ops_fill(hsri_ops *ops)
+{
+    ops->embed = cpu_embed;
+    ops->gather_rows = cpu_gather_rows;
+    ops->rope_table = cpu_rope_table;
+    ops->rms_norm = cpu_rms_norm;
+    ops->linear = cpu_linear;
+    ops->add = cpu_add;
+    ops->silu_mul = cpu_silu_mul;
+    ops->rope_append = cpu_rope_append;
+    ops->seal = cpu_seal;
+    ops->attend = cpu_attend;
+    ops->merge = cpu_merge;
+    ops->sample = cpu_sample;
+    ops->check_finite = cpu_check_finite;
+}

@@ -1,0 +1,225 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a back end is: memory behind buffer ids, queues, and a table of operations.
+ *
+ * An operation takes a queue and device handles (buffer id + offset), enqueues itself and returns; it reads and writes only
+ * device buffers. Only copies and hsri_device.wait cross to the host. Operations of one queue run in order. A failure inside
+ * an operation sticks to the queue and is reported by the next wait; shapes and handles are the caller's duty (asserted in
+ * debug builds). A step allocates nothing: scratch is sized beforehand.
+ *
+ * Simple operations are written by every back end. Compound ones have defaults made of the simple ones (compound.c), which
+ * a back end replaces where fusing saves passes over memory. */
+#ifndef HSRI_DEVICE_H
+#define HSRI_DEVICE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "hisparse_rt/hisparse_rt.h"
+#include "base/log.h"
+
+/* Tokens per page: architecture.md section 2. */
+#define HSRI_PAGE_TOKENS 64u
+/* Tokens per dense attention group (D5). */
+#define HSRI_GROUP_TOKENS 1024u
+#define HSRI_PAGE_HEADER_BYTES 64u
+
+/* A place in device memory. buf 0 is no buffer: an absent optional argument. */
+typedef struct hsri_ref {
+    uint32_t buf;
+    uint32_t reserved;
+    uint64_t offset;   /* bytes */
+} hsri_ref;
+
+static inline hsri_ref hsri_at(hsri_ref r, uint64_t bytes) { r.offset += bytes; return r; }
+
+/* Weight dtypes; the packing is described in docs/model-file.md. Values equal HSR_DTYPE_*. */
+typedef enum hsri_dtype { HSRI_DTYPE_F32, HSRI_DTYPE_BF16, HSRI_DTYPE_Q8, HSRI_DTYPE_Q4, HSRI_N_DTYPES } hsri_dtype;
+
+/* A packed matrix y[n] = sum_k w[n][k] x[k]. n and k are logical; padding is implied by the packing. */
+typedef struct hsri_matrix {
+    hsri_ref   data;
+    hsri_dtype dtype;
+    uint32_t   n;
+    uint32_t   k;
+} hsri_matrix;
+
+#define HSRI_PANEL 16u   /* output rows per panel */
+#define HSRI_RUN   32u   /* inputs per run */
+
+/* Plain KV types. */
+typedef enum hsri_kv_type { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_BF16, HSRI_N_KV_TYPES } hsri_kv_type;
+
+/* Element orders inside a plain page slot, behind the 64-byte header; d = head_dim:
+ *   f32   K [d][64 tokens], V [64 tokens][d]
+ *   bf16  K [d/2][64 tokens][2 d], V [32 token pairs][d][2 tokens]: AMX B tiles of q.K^T and of p.V
+ * V follows K directly. */
+static inline uint64_t hsri_plain_page_bytes(hsri_kv_type type, uint32_t head_dim)
+{
+    return HSRI_PAGE_HEADER_BYTES + 2ull * HSRI_PAGE_TOKENS * head_dim * (type == HSRI_KV_TYPE_F32 ? 4u : 2u);
+}
+
+/* One computed row of a step; device array. Rows of one sequence are neighbours with ascending positions. */
+typedef struct hsri_row {
+    uint32_t seq;      /* index into the step's hsri_seq array */
+    uint32_t pos;      /* position in the sequence */
+} hsri_row;
+
+/* One sequence of a step; device array. Page table entry of (page, layer, kv head) is
+ * table[(page * n_layers + layer) * n_kv_heads + head], a uint32: block index << 8 | slot inside the block. */
+typedef struct hsri_seq {
+    hsri_ref table;       /* uint32 entries */
+    uint32_t rope_table;  /* which of the rope tables: index into the inv_freq buffer, [rope_table][r/2] */
+    uint32_t kv_type;     /* hsri_kv_type */
+} hsri_seq;
+
+/* The KV cache as operations see it. */
+typedef struct hsri_kv_view {
+    uint32_t pool_buf;      /* the pool: one contiguous buffer of 1 MiB blocks */
+    uint32_t n_layers;
+    uint32_t n_kv_heads;
+    uint32_t head_dim;
+    uint32_t slot_bytes[HSRI_N_KV_TYPES]; /* stride of page slots inside a block, by plain type */
+} hsri_kv_view;
+
+/* The rows of a step. */
+typedef struct hsri_batch {
+    hsri_ref rows;          /* hsri_row[n_rows] */
+    hsri_ref seqs;          /* hsri_seq[n_seqs] */
+    uint32_t n_rows;
+    uint32_t n_seqs;
+} hsri_batch;
+
+/* Sampling parameters of one row; device array. Semantics: hsr_request. */
+typedef struct hsri_sample_params {
+    float    temperature, top_p, min_p;
+    float    repetition_penalty, presence_penalty, frequency_penalty;
+    int32_t  top_k;
+    int32_t  n_logprobs;
+    uint64_t seed;
+    uint64_t draw;          /* index of this draw in the request's stream */
+    hsri_ref bias;          /* hsr_token_bias[n_bias] */
+    hsri_ref seen;          /* hsri_seen[n_seen]: distinct tokens that penalties look at, any order */
+    uint32_t n_bias;
+    uint32_t n_seen;
+} hsri_sample_params;
+
+typedef struct hsri_seen {
+    int32_t  token;
+    uint32_t in_window;     /* nonzero: repetition_penalty applies */
+    uint32_t n_output;      /* occurrences in the output: presence and frequency penalties */
+} hsri_seen;
+
+typedef struct hsri_sampled {
+    int32_t     status;     /* HSR_OK, HSR_E_NONFINITE, or HSR_E_INVALID: every token is banned */
+    int32_t     token;
+    float       logprob;    /* before penalties, bias, temperature and filters */
+    int32_t     n_logprobs;
+    hsr_logprob logprobs[20];
+} hsri_sampled;
+
+/* Rotary embedding of a step: half-split pairs (x[j], x[j + rotary_dim/2]) of the first rotary_dim components. */
+typedef struct hsri_rope {
+    hsri_ref cos_sin;       /* float[n_rows][rotary_dim]: r/2 cosines, then r/2 sines, attention_factor included */
+    uint32_t rotary_dim;
+} hsri_rope;
+
+/* A page to be sealed; device array. */
+typedef struct hsri_seal {
+    uint64_t lineage;
+    uint32_t entry;         /* page table entry */
+    uint32_t page;
+    uint16_t layer, head;
+    uint16_t format;        /* hsri_kv_type */
+    uint16_t reserved;
+} hsri_seal;
+
+typedef struct hsri_device hsri_device;
+typedef struct hsri_queue  hsri_queue;
+
+/* The operation table. All activations are float32, rows contiguous. [n] is n elements, n_rows the batch's. */
+typedef struct hsri_ops {
+    /* ---- simple ---- */
+    /* out[n_ids][k of table] = rows `ids` of a packed matrix */
+    void (*embed)(hsri_queue *q, const hsri_matrix *table, hsri_ref ids /* int32[n_ids] */, uint32_t n_ids, hsri_ref out);
+    /* out[i][width] = in[index[i]][width] */
+    void (*gather_rows)(hsri_queue *q, hsri_ref in, uint32_t width, hsri_ref index /* uint32[n] */, uint32_t n, hsri_ref out);
+    /* cos and sin of the batch's positions: angle = pos * inv_freq in double precision; out as in hsri_rope.cos_sin */
+    void (*rope_table)(hsri_queue *q, const hsri_batch *batch, hsri_ref inv_freq /* float[tables][r/2] */, uint32_t rotary_dim, float attention_factor, hsri_ref out);
+    /* out[row] = gain * in[row] / sqrt(mean(in[row]^2) + eps), n_rows rows of `width` */
+    void (*rms_norm)(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, uint32_t n_rows, uint32_t width, hsri_ref out);
+    /* out[row][w->n] = w in[row] + bias (optional), row stride of out = w->n floats */
+    void (*linear)(hsri_queue *q, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref out);
+    /* x[row][n] += y[row][n] */
+    void (*add)(hsri_queue *q, hsri_ref x, hsri_ref y, uint32_t n_rows, uint32_t n);
+    /* in rows hold gate and up in panels of 16, alternating (docs/model-file.md); out[row][n] = silu(gate) * up, n logical */
+    void (*silu_mul)(hsri_queue *q, hsri_ref in, uint32_t n_rows, uint32_t n, hsri_ref out);
+    /* qkv[row] = q heads, k heads, v heads. Optional per-head RMS norms of q and k, then rope on q and k; q goes to
+     * q_out[row][n_heads][d]; k and v are written to their pages of `layer`. */
+    void (*rope_append)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, hsri_ref qkv,
+                        hsri_ref q_norm, hsri_ref k_norm, float eps, const hsri_rope *rope, hsri_ref q_out);
+    /* write page headers (kv/page.h) of n sealed plain pages; list = hsri_seal[n] */
+    void (*seal)(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n);
+    /* Partial attention over dense groups [g0, g1) (runs of HSRI_GROUP_TOKENS positions), causal: partial of (row, head, group g) is
+     * part[(row * n_heads + head) * (g1 - g0) + g - g0] = { m, l, o[d] } with m = max of scale*q.k, l = sum of exp(s - m),
+     * o = sum of exp(s - m) v. A group that starts beyond the row's position gives m = -inf, l = 0, o = 0. */
+    void (*attend)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
+                   uint32_t g0, uint32_t g1, hsri_ref part);
+    /* Fold n_groups partials of each (row, head), in order, into the running state acc[row][head] = { m, l, o[d] }; `first` starts
+     * from the empty state; `out` (optional) receives o / l as [row][n_heads][d] after the fold. */
+    void (*merge)(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups, int first, hsri_ref acc, hsri_ref out);
+    /* Sample each row of logits[n_rows][n_vocab]; ids >= n_tokens are never drawn. */
+    void (*sample)(hsri_queue *q, hsri_ref logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_tokens, hsri_ref params /* hsri_sample_params[] */, hsri_ref out /* hsri_sampled[] */);
+    /* flags[row] (uint32) = 1 if the row of n floats holds a NaN or infinity, else 0 */
+    void (*check_finite)(hsri_queue *q, hsri_ref in, uint32_t n_rows, uint32_t n, hsri_ref flags);
+
+    /* ---- compound: see compound.c for what each is made of; scratch is at least compound_scratch() floats ---- */
+    void (*norm_linear)(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, uint32_t n_rows, hsri_ref scratch, hsri_ref out);
+    void (*qkv_rope_append)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, hsri_ref in, hsri_ref gain, float eps,
+                            const hsri_matrix *w, hsri_ref bias, hsri_ref q_norm, hsri_ref k_norm, const hsri_rope *rope, hsri_ref scratch, hsri_ref q_out);
+    void (*gate_up_silu)(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, uint32_t n_rows, uint32_t n, hsri_ref scratch, hsri_ref out);
+    void (*linear_add)(hsri_queue *q, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref scratch, hsri_ref x);
+} hsri_ops;
+
+/* A back end in use by one engine. */
+struct hsri_device {
+    const char *name;                 /* "cpu", "cpu-async" */
+    hsri_ops    ops;
+    int32_t     isa;                  /* HSR_ISA_* the kernels run at */
+
+    /* Memory. Ids are never 0. `view` gives a device address range that stays the host's (mapped weights): a back end that
+     * cannot read host memory uploads it. `reserve` gets address space only; commit/decommit make whole 1 MiB blocks of it
+     * usable, with unspecified content, or give them back to the system. */
+    hsr_status (*alloc)(hsri_device *dev, uint64_t bytes, uint32_t *buf, hsr_error *err);      /* zeroed */
+    hsr_status (*view)(hsri_device *dev, const void *host, uint64_t bytes, uint32_t *buf, hsr_error *err);
+    hsr_status (*reserve)(hsri_device *dev, uint64_t bytes, uint32_t *buf, hsr_error *err);
+    hsr_status (*commit)(hsri_device *dev, uint32_t buf, uint64_t offset, uint64_t bytes, hsr_error *err);
+    void       (*decommit)(hsri_device *dev, uint32_t buf, uint64_t offset, uint64_t bytes);
+    void       (*free)(hsri_device *dev, uint32_t buf);    /* after a wait on every queue that used it */
+
+    /* Queues. Host memory given to copy_in must stay unchanged, and that of copy_out unread, until the next wait. */
+    hsr_status (*queue_create)(hsri_device *dev, hsri_queue **q, hsr_error *err);
+    void       (*queue_destroy)(hsri_queue *q);
+    void       (*copy_in)(hsri_queue *q, hsri_ref dst, const void *src, uint64_t bytes);
+    void       (*copy_out)(hsri_queue *q, void *dst, hsri_ref src, uint64_t bytes);
+    void       (*copy)(hsri_queue *q, hsri_ref dst, hsri_ref src, uint64_t bytes);
+    hsr_status (*wait)(hsri_queue *q, hsr_error *err);     /* everything enqueued is done; reports and clears the queue's failure */
+
+    void       (*destroy)(hsri_device *dev);
+};
+
+struct hsri_queue { hsri_device *dev; };   /* back ends extend it */
+
+/* Floats of scratch that the default compound operations need for n_rows rows of a model: the widest intermediate. */
+uint64_t hsri_compound_scratch(uint32_t n_rows, uint32_t hidden, uint32_t widest);
+
+/* Fill the compound entries of ops with the defaults. */
+void hsri_compound_fill(hsri_ops *ops);
+
+/* The CPU back end. isa is a concrete HSR_ISA_* level at or below hsri_cpu_isa(); operations split over n_threads threads. */
+hsr_status hsri_cpu_device_create(int32_t n_threads, int32_t isa, hsri_log *log, hsri_device **dev, hsr_error *err);
+
+/* A debugging back end over another one, which it owns: operations run later, on a thread of their own; copy_out targets hold
+ * poison until wait; copy_in sources are read late. Finds callers that depend on operations running at once. */
+hsr_status hsri_async_device_create(hsri_device *inner, hsri_device **dev, hsr_error *err);
+
+#endif
