@@ -1,0 +1,224 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* A device of plain host memory for the tests of the KV cache. It is as late as a device may be: everything enqueued runs only
+ * in wait, host sources are read then. It is strict: a transfer outside a buffer, or to a block that is not committed, is a
+ * failed check. And it fails on demand: the call number `fail_at` of alloc, reserve, commit and wait is refused, once. */
+#ifndef HSR_TESTS_FAKE_DEVICE_H
+#define HSR_TESTS_FAKE_DEVICE_H
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/status.h"
+#include "check.h"
+#include "device/device.h"
+#include "kv/page.h"
+
+#define FAKE_BUFS 256u
+#define FAKE_BLOCK (1u << 20)
+
+typedef struct fake_buf {
+    uint8_t *data;
+    uint64_t bytes;
+    uint8_t *committed;   /* per block of a reserved range, else NULL */
+} fake_buf;
+
+typedef struct fake_device {
+    hsri_device base;
+    fake_buf    bufs[FAKE_BUFS];   /* id - 1 */
+    uint32_t    n_bufs;            /* alive */
+    uint64_t    n_committed, n_commits, n_seals;
+    uint64_t    n_calls, fail_at;
+} fake_device;
+
+typedef struct fake_op {
+    enum { FAKE_COPY_IN, FAKE_COPY, FAKE_SEAL } kind;
+    hsri_ref            dst, src;
+    const void         *host;
+    uint64_t            bytes;
+    const hsri_kv_view *view;
+} fake_op;
+
+typedef struct fake_queue {
+    hsri_queue base;
+    fake_op   *ops;
+    size_t     n, capacity;
+} fake_queue;
+
+static inline fake_device *fake_of(hsri_device *dev) { return (fake_device *)dev; }
+
+static inline hsr_status fake_fault(fake_device *fake, const char *call, hsr_error *err)
+{
+    if (++fake->n_calls != fake->fail_at)
+        return HSR_OK;
+    return hsri_fail(err, HSR_E_NOMEM, "%s was told to fail", call);
+}
+
+/* Host address of `bytes` bytes of device memory, or NULL with a failed check. */
+static inline void *fake_at(fake_device *fake, hsri_ref ref, uint64_t bytes)
+{
+    if (!CHECK(ref.buf >= 1 && ref.buf <= FAKE_BUFS))
+        return NULL;
+    fake_buf *buf = &fake->bufs[ref.buf - 1];
+    if (!CHECK(buf->data != NULL) || !CHECK(ref.offset + bytes <= buf->bytes))
+        return NULL;
+    for (uint64_t b = ref.offset / FAKE_BLOCK; buf->committed && b <= (ref.offset + bytes - 1) / FAKE_BLOCK; b++)
+        if (!CHECK(buf->committed[b]))
+            return NULL;
+    return buf->data + ref.offset;
+}
+
+/* ---- memory ---- */
+
+static inline hsr_status fake_new_buf(fake_device *fake, uint64_t bytes, uint32_t *id)
+{
+    for (uint32_t i = 0; i < FAKE_BUFS; i++)
+        if (!fake->bufs[i].data) {
+            fake->bufs[i] = (fake_buf){ .data = calloc(1, bytes), .bytes = bytes };
+            fake->n_bufs++;
+            *id = i + 1;
+            return HSR_OK;
+        }
+    return HSR_E_NOMEM;
+}
+
+static inline hsr_status fake_alloc(hsri_device *dev, uint64_t bytes, uint32_t *id, hsr_error *err)
+{
+    HSRI_TRY(fake_fault(fake_of(dev), "alloc", err));
+    return fake_new_buf(fake_of(dev), bytes, id);
+}
+
+static inline hsr_status fake_reserve(hsri_device *dev, uint64_t bytes, uint32_t *id, hsr_error *err)
+{
+    HSRI_TRY(fake_fault(fake_of(dev), "reserve", err));
+    HSRI_TRY(fake_new_buf(fake_of(dev), bytes, id));
+    fake_of(dev)->bufs[*id - 1].committed = calloc(bytes / FAKE_BLOCK, 1);
+    return HSR_OK;
+}
+
+static inline void fake_set_committed(fake_device *fake, uint32_t id, uint64_t offset, uint64_t bytes, bool on)
+{
+    fake_buf *buf = &fake->bufs[id - 1];
+    CHECK(offset % FAKE_BLOCK == 0 && bytes % FAKE_BLOCK == 0 && offset + bytes <= buf->bytes);
+    for (uint64_t b = offset / FAKE_BLOCK; b < (offset + bytes) / FAKE_BLOCK; b++) {
+        CHECK(buf->committed[b] == !on);
+        buf->committed[b] = on;
+        fake->n_committed += on ? 1 : -1;
+    }
+    if (on)
+        memset(buf->data + offset, 0xA5, bytes);
+}
+
+static inline hsr_status fake_commit(hsri_device *dev, uint32_t id, uint64_t offset, uint64_t bytes, hsr_error *err)
+{
+    HSRI_TRY(fake_fault(fake_of(dev), "commit", err));
+    fake_set_committed(fake_of(dev), id, offset, bytes, true);
+    fake_of(dev)->n_commits++;
+    return HSR_OK;
+}
+
+static inline void fake_decommit(hsri_device *dev, uint32_t id, uint64_t offset, uint64_t bytes)
+{
+    fake_set_committed(fake_of(dev), id, offset, bytes, false);
+}
+
+static inline void fake_free(hsri_device *dev, uint32_t id)
+{
+    fake_buf *buf = &fake_of(dev)->bufs[id - 1];
+    CHECK(buf->data != NULL);
+    free(buf->data);
+    free(buf->committed);
+    *buf = (fake_buf){ 0 };
+    fake_of(dev)->n_bufs--;
+}
+
+/* ---- queues ---- */
+
+static inline void fake_enqueue(hsri_queue *q, fake_op op)
+{
+    fake_queue *queue = (fake_queue *)q;
+    if (queue->n == queue->capacity) {
+        queue->capacity = queue->capacity ? 2 * queue->capacity : 64;
+        queue->ops = realloc(queue->ops, queue->capacity * sizeof *queue->ops);
+    }
+    queue->ops[queue->n++] = op;
+}
+
+static inline void fake_copy_in(hsri_queue *q, hsri_ref dst, const void *src, uint64_t bytes)
+{
+    fake_enqueue(q, (fake_op){ .kind = FAKE_COPY_IN, .dst = dst, .host = src, .bytes = bytes });
+}
+
+static inline void fake_copy(hsri_queue *q, hsri_ref dst, hsri_ref src, uint64_t bytes)
+{
+    fake_enqueue(q, (fake_op){ .kind = FAKE_COPY, .dst = dst, .src = src, .bytes = bytes });
+}
+
+static inline void fake_seal(hsri_queue *q, const hsri_kv_view *view, hsri_ref list, uint32_t n)
+{
+    fake_enqueue(q, (fake_op){ .kind = FAKE_SEAL, .src = list, .bytes = n * sizeof(hsri_seal), .view = view });
+}
+
+static inline void fake_run_seal(fake_device *fake, const fake_op *op)
+{
+    const hsri_seal *list = fake_at(fake, op->src, op->bytes);
+    for (uint64_t i = 0; list && i < op->bytes / sizeof *list; i++) {
+        hsri_ref slot = { op->view->pool_buf, 0,
+                          ((uint64_t)(list[i].entry >> 8) << 20) + (uint64_t)(list[i].entry & 255) * op->view->slot_bytes[list[i].format] };
+        hsri_page_header *header = fake_at(fake, slot, sizeof *header);
+        if (!header)
+            return;
+        *header = (hsri_page_header){
+            .magic = HSRI_PAGE_MAGIC, .lineage = list[i].lineage, .page = list[i].page, .layer = list[i].layer, .head = list[i].head,
+            .format = list[i].format, .head_dim = (uint16_t)op->view->head_dim,
+        };
+        fake->n_seals++;
+    }
+}
+
+static inline void fake_run(fake_device *fake, const fake_op *op)
+{
+    if (op->kind == FAKE_SEAL) {
+        fake_run_seal(fake, op);
+        return;
+    }
+    void *dst = fake_at(fake, op->dst, op->bytes);
+    const void *src = op->kind == FAKE_COPY_IN ? op->host : fake_at(fake, op->src, op->bytes);
+    if (dst && src)
+        memcpy(dst, src, op->bytes);
+}
+
+/* A queue that fails has run half of its work. */
+static inline hsr_status fake_wait(hsri_queue *q, hsr_error *err)
+{
+    fake_queue *queue = (fake_queue *)q;
+    fake_device *fake = fake_of(q->dev);
+    hsr_status status = fake_fault(fake, "wait", err);
+    size_t n = status < 0 ? queue->n / 2 : queue->n;
+    for (size_t i = 0; i < n; i++)
+        fake_run(fake, &queue->ops[i]);
+    queue->n = 0;
+    return status;
+}
+
+static inline void fake_init(fake_device *fake)
+{
+    *fake = (fake_device){
+        .base = {
+            .name = "fake", .ops = { .seal = fake_seal }, .alloc = fake_alloc, .reserve = fake_reserve, .commit = fake_commit,
+            .decommit = fake_decommit, .free = fake_free, .copy_in = fake_copy_in, .copy = fake_copy, .wait = fake_wait,
+        },
+    };
+}
+
+static inline void fake_queue_init(fake_queue *queue, fake_device *fake)
+{
+    *queue = (fake_queue){ .base = { &fake->base } };
+}
+
+static inline void fake_queue_end(fake_queue *queue)
+{
+    CHECK(queue->n == 0);
+    free(queue->ops);
+}
+
+#endif
