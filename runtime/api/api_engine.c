@@ -1,0 +1,129 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Public entry points about engines. */
+#include <string.h>
+#include <unistd.h>
+
+#include "api/structs.h"
+#include "engine/engine.h"
+
+#define MAX_THREADS  1024
+#define MAX_CHUNK    4096
+#define MAX_SESSIONS 65536
+
+void hsr_engine_opts_init(hsr_engine_opts *opts)
+{
+    if (!opts)
+        return;
+    *opts = (hsr_engine_opts){ .struct_size = sizeof *opts, .chunk_tokens = 512, .max_sessions = 256, .max_batch = 1024, .log_level = HSR_LOG_WARN };
+}
+
+static hsr_status in_range(const char *name, int32_t value, int32_t lo, int32_t hi, hsr_error *err)
+{
+    if (value >= lo && value <= hi)
+        return HSR_OK;
+    return hsri_fail(err, HSR_E_INVALID, "%s is %d, allowed are %d to %d", name, value, lo, hi);
+}
+
+static hsr_status check_opts(const hsr_engine_opts *o, hsr_error *err)
+{
+    HSRI_TRY(in_range("n_threads", o->n_threads, 0, MAX_THREADS, err));
+    HSRI_TRY(in_range("isa", o->isa, HSR_ISA_AUTO, HSR_ISA_AVX512, err));
+    HSRI_TRY(in_range("chunk_tokens", o->chunk_tokens, 1, MAX_CHUNK, err));
+    HSRI_TRY(in_range("max_sessions", o->max_sessions, 1, MAX_SESSIONS, err));
+    HSRI_TRY(in_range("max_batch", o->max_batch, 1, 16 * MAX_CHUNK, err));
+    HSRI_TRY(in_range("log_level", o->log_level, HSR_LOG_ERROR, HSR_LOG_DEBUG, err));
+    if (o->flags & ~HSR_ENGINE_ASYNC_DEBUG)
+        return hsri_fail(err, HSR_E_INVALID, "flags is 0x%x, this library knows 0x%x", o->flags, HSR_ENGINE_ASYNC_DEBUG);
+    if (o->hot_bytes != 0 && o->hot_bytes < HSRI_BLOCK_BYTES)
+        return hsri_fail(err, HSR_E_INVALID, "hot_bytes is %llu, less than one block of 1 MiB", (unsigned long long)o->hot_bytes);
+    return HSR_OK;
+}
+
+hsr_status hsr_engine_create(hsr_model *model, const hsr_engine_opts *opts, hsr_engine **engine, hsr_error *err)
+{
+    hsr_engine_opts known;
+
+    hsri_clear(err);
+    if (!engine)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_engine_create: engine is NULL");
+    *engine = NULL;
+    if (!model)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_engine_create: model is NULL");
+    hsr_engine_opts_init(&known);
+    if (opts)
+        HSRI_TRY(hsri_struct_in(&known, sizeof known, opts, "hsr_engine_opts", err));
+    HSRI_TRY(check_opts(&known, err));
+    return hsri_engine_create(model, &known, engine, err);
+}
+
+hsr_status hsr_engine_destroy(hsr_engine **engine, hsr_error *err)
+{
+    hsri_clear(err);
+    if (!engine || !*engine)
+        return HSR_OK;
+    HSRI_TRY(hsri_engine_destroy(*engine, err));
+    *engine = NULL;
+    return HSR_OK;
+}
+
+static hsr_status check_engine(const hsr_engine *e, const char *function, hsr_error *err)
+{
+    hsri_clear(err);
+    if (!e)
+        return hsri_fail(err, HSR_E_INVALID, "%s: engine is NULL", function);
+    return hsri_engine_check_fork(e, err);
+}
+
+hsr_status hsr_engine_cancel(hsr_engine *e, hsr_error *err)
+{
+    HSRI_TRY(check_engine(e, "hsr_engine_cancel", err));
+    pthread_mutex_lock(&e->lock);
+    for (uint32_t i = 0; i < e->n_sessions; i++)
+        hsri_session_cancel(e->sessions[i]);
+    hsri_engine_leave(e);
+    return HSR_OK;
+}
+
+hsr_status hsr_engine_get_stats(hsr_engine *e, hsr_engine_stats *stats, hsr_error *err)
+{
+    HSRI_TRY(check_engine(e, "hsr_engine_get_stats", err));
+    pthread_mutex_lock(&e->lock);
+    hsr_status st = hsri_struct_out(stats, &e->stats, sizeof e->stats, "hsr_engine_stats", err);
+    pthread_mutex_unlock(&e->lock);
+    return st;
+}
+
+/* Hand out events, in session order, as far as there is room. */
+static hsr_status collect(hsr_engine *e, hsr_event *events, uint32_t n_events, uint32_t *n, hsr_error *err)
+{
+    const uint32_t stride = n_events ? events[0].struct_size : 0;
+    hsr_event ev;
+
+    for (uint32_t i = 0; i < e->n_sessions; i++)
+        while (*n < n_events && hsri_session_pop_event(e->sessions[i], &ev)) {
+            HSRI_TRY(hsri_struct_out((char *)events + (size_t)*n * stride, &ev, sizeof ev, "hsr_event", err));
+            ++*n;
+        }
+    return HSR_OK;
+}
+
+hsr_status hsr_engine_step(hsr_engine *e, hsr_event *events, uint32_t n_events, uint32_t *n, hsr_error *err)
+{
+    HSRI_TRY(check_engine(e, "hsr_engine_step", err));
+    if (!n || (n_events && !events))
+        return hsri_fail(err, HSR_E_INVALID, "hsr_engine_step: events or n is NULL");
+    *n = 0;
+    pthread_mutex_lock(&e->lock);
+    if (e->stepping) {
+        pthread_mutex_unlock(&e->lock);
+        return hsri_fail(err, HSR_E_BUSY, "another thread is stepping this engine");
+    }
+    while (e->stepping || e->n_waiting)
+        pthread_cond_wait(&e->changed, &e->lock);
+    hsr_status ran = hsri_step_run(e);
+    hsr_status st = collect(e, events, n_events, n, err);
+    pthread_mutex_unlock(&e->lock);
+    if (st < 0)
+        return st;
+    return ran == HSR_AGAIN && *n == 0 ? HSR_AGAIN : HSR_OK;
+}

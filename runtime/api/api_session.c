@@ -1,0 +1,272 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Public entry points about sessions: check the arguments, keep second threads out, call inward. */
+#include <string.h>
+
+#include "api/structs.h"
+#include "engine/engine.h"
+
+/* ---- options -------------------------------------------------------------------------------------------------- */
+
+void hsr_session_opts_init(hsr_session_opts *opts)
+{
+    if (!opts)
+        return;
+    *opts = (hsr_session_opts){ .struct_size = sizeof *opts, .window_size = 512, .sink_size = 64, .rollback_tokens = 256 };
+}
+
+void hsr_request_init(hsr_request *request)
+{
+    if (!request)
+        return;
+    *request = (hsr_request){
+        .struct_size = sizeof *request, .max_tokens = 128, .top_p = 1.0f, .repetition_penalty = 1.0f, .penalty_window = -1,
+    };
+}
+
+static hsr_status check_pages(const char *name, int32_t tokens, int32_t lowest, hsr_error *err)
+{
+    if (tokens >= lowest && tokens % (int32_t)HSRI_PAGE_TOKENS == 0)
+        return HSR_OK;
+    return hsri_fail(err, HSR_E_INVALID, "%s is %d, allowed are multiples of %u from %d on", name, tokens, HSRI_PAGE_TOKENS, lowest);
+}
+
+static hsr_status check_opts(const hsr_session_opts *o, hsr_error *err)
+{
+    if (o->kv_format < HSR_KV_AUTO || o->kv_format > HSR_KV_BF16)
+        return hsri_fail(err, HSR_E_INVALID, "kv_format is %d, this library knows %d to %d", o->kv_format, HSR_KV_AUTO, HSR_KV_BF16);
+    if (o->rollback_tokens < 0)
+        return hsri_fail(err, HSR_E_INVALID, "rollback_tokens is %d, it cannot be negative", o->rollback_tokens);
+    HSRI_TRY(check_pages("window_size", o->window_size, (int32_t)HSRI_PAGE_TOKENS, err));
+    return check_pages("sink_size", o->sink_size, 0, err);
+}
+
+/* ---- one thread per session ----------------------------------------------------------------------------------- */
+
+static hsr_status check(const hsr_session *s, const char *function, hsr_error *err)
+{
+    hsri_clear(err);
+    if (!s)
+        return hsri_fail(err, HSR_E_INVALID, "%s: session is NULL", function);
+    return hsri_engine_check_fork(s->engine, err);
+}
+
+static hsr_status enter(hsr_session *s, const char *function, hsr_error *err)
+{
+    HSRI_TRY(check(s, function, err));
+    if (atomic_exchange_explicit(&s->entered, true, memory_order_acquire))
+        return hsri_fail(err, HSR_E_BUSY, "%s: another thread is inside this session", function);
+    return HSR_OK;
+}
+
+static hsr_status leave(hsr_session *s, hsr_status status)
+{
+    atomic_store_explicit(&s->entered, false, memory_order_release);
+    return status;
+}
+
+/* ---- life ----------------------------------------------------------------------------------------------------- */
+
+hsr_status hsr_session_create(hsr_engine *e, const hsr_session_opts *opts, hsr_session **session, hsr_error *err)
+{
+    hsr_session_opts known;
+
+    hsri_clear(err);
+    if (!session)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_session_create: session is NULL");
+    *session = NULL;
+    if (!e)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_session_create: engine is NULL");
+    HSRI_TRY(hsri_engine_check_fork(e, err));
+    hsr_session_opts_init(&known);
+    if (opts)
+        HSRI_TRY(hsri_struct_in(&known, sizeof known, opts, "hsr_session_opts", err));
+    HSRI_TRY(check_opts(&known, err));
+    hsri_engine_enter(e);
+    hsr_status st = hsri_session_create(e, &known, session, err);
+    hsri_engine_leave(e);
+    return st;
+}
+
+hsr_status hsr_session_destroy(hsr_session **session, hsr_error *err)
+{
+    hsri_clear(err);
+    if (!session || !*session)
+        return HSR_OK;
+    hsr_session *s = *session;
+    hsr_status st = enter(s, "hsr_session_destroy", err);
+    if (st == HSR_E_BUSY)
+        return st;
+    if (st == HSR_OK) {
+        hsr_engine *e = s->engine;
+        hsri_engine_enter(e);
+        hsri_session_destroy(s);
+        hsri_engine_leave(e);
+    }
+    hsri_clear(err);   /* in a forked child there is nothing to free */
+    *session = NULL;
+    return HSR_OK;
+}
+
+hsr_status hsr_session_fork(hsr_session *s, hsr_session **fork, hsr_error *err)
+{
+    if (fork)
+        *fork = NULL;
+    HSRI_TRY(enter(s, "hsr_session_fork", err));
+    if (!fork)
+        return leave(s, hsri_fail(err, HSR_E_INVALID, "hsr_session_fork: fork is NULL"));
+    hsri_engine_enter(s->engine);
+    hsr_status st = hsri_session_fork(s, fork, err);
+    hsri_engine_leave(s->engine);
+    return leave(s, st);
+}
+
+/* ---- tokens --------------------------------------------------------------------------------------------------- */
+
+hsr_status hsr_session_append(hsr_session *s, const int32_t *ids, uint64_t n, hsr_error *err)
+{
+    HSRI_TRY(enter(s, "hsr_session_append", err));
+    if (!ids || n == 0)
+        return leave(s, hsri_fail(err, HSR_E_INVALID, "hsr_session_append: no tokens"));
+    hsri_engine_enter(s->engine);
+    hsr_status st = hsri_session_append(s, ids, n, err);
+    hsri_engine_leave(s->engine);
+    return leave(s, st);
+}
+
+hsr_status hsr_session_truncate(hsr_session *s, uint64_t n, hsr_error *err)
+{
+    HSRI_TRY(enter(s, "hsr_session_truncate", err));
+    hsri_engine_enter(s->engine);
+    hsr_status st = hsri_session_truncate(s, n, err);
+    hsri_engine_leave(s->engine);
+    return leave(s, st);
+}
+
+hsr_status hsr_session_rebuild(hsr_session *s, hsr_error *err)
+{
+    HSRI_TRY(enter(s, "hsr_session_rebuild", err));
+    hsri_engine_enter(s->engine);
+    hsr_status st = hsri_session_rebuild(s, err);
+    hsri_engine_leave(s->engine);
+    return leave(s, st);
+}
+
+hsr_status hsr_session_tokens(hsr_session *s, uint64_t first, int32_t *out, uint64_t *n, hsr_error *err)
+{
+    HSRI_TRY(enter(s, "hsr_session_tokens", err));
+    if (!n || (*n && !out))
+        return leave(s, hsri_fail(err, HSR_E_INVALID, "hsr_session_tokens: n or out is NULL"));
+    pthread_mutex_lock(&s->engine->lock);
+    const uint64_t have = first < s->n_tokens ? s->n_tokens - first : 0, copied = have < *n ? have : *n;
+    if (copied)
+        memcpy(out, s->ids + first, copied * sizeof *out);
+    pthread_mutex_unlock(&s->engine->lock);
+    *n = have;
+    return leave(s, HSR_OK);
+}
+
+/* ---- work ----------------------------------------------------------------------------------------------------- */
+
+hsr_status hsr_session_generate(hsr_session *s, const hsr_request *request, hsr_error *err)
+{
+    hsr_request known;
+
+    HSRI_TRY(enter(s, "hsr_session_generate", err));
+    hsr_request_init(&known);
+    hsr_status st = request ? hsri_struct_in(&known, sizeof known, request, "hsr_request", err) : HSR_OK;
+    if (st < 0)
+        return leave(s, st);
+    hsri_engine_enter(s->engine);
+    st = hsri_session_generate(s, &known, err);
+    hsri_engine_leave(s->engine);
+    return leave(s, st);
+}
+
+/* Lock held. */
+static hsr_status next_event(hsr_session *s, hsr_event *event, hsr_error *err)
+{
+    hsr_event ev;
+    for (;;) {
+        if (hsri_session_pop_event(s, &ev))
+            break;
+        if (!s->request.active)
+            return HSR_AGAIN;
+        hsri_engine_advance(s->engine);
+    }
+    if (ev.kind == HSR_EVENT_FAILED && err)
+        hsri_fail(err, ev.status, "%s", s->error.message);
+    return hsri_struct_out(event, &ev, sizeof ev, "hsr_event", err);
+}
+
+hsr_status hsr_session_next(hsr_session *s, hsr_event *event, hsr_error *err)
+{
+    HSRI_TRY(enter(s, "hsr_session_next", err));
+    if (!event || event->struct_size < 8)
+        return leave(s, hsri_fail(err, HSR_E_INVALID, "hsr_session_next: event is NULL or its struct_size is not set"));
+    pthread_mutex_lock(&s->engine->lock);
+    hsr_status st = next_event(s, event, err);
+    pthread_mutex_unlock(&s->engine->lock);
+    return leave(s, st);
+}
+
+static hsr_status run(hsr_session *s, int32_t (*progress)(void *, uint64_t, uint64_t), void *user, hsr_error *err)
+{
+    pthread_mutex_lock(&s->engine->lock);
+    hsr_status st = hsri_session_run(s, progress, user, err);
+    pthread_mutex_unlock(&s->engine->lock);
+    return st;
+}
+
+hsr_status hsr_session_prefill(hsr_session *s, int32_t (*progress)(void *user, uint64_t done, uint64_t total), void *user, hsr_error *err)
+{
+    HSRI_TRY(enter(s, "hsr_session_prefill", err));
+    return leave(s, run(s, progress, user, err));
+}
+
+/* Append and say where the logits go, with no step in between. */
+static hsr_status append_for_logits(hsr_session *s, const int32_t *ids, uint64_t n, float *logits, hsr_error *err)
+{
+    const uint64_t from = s->n_tokens;
+    HSRI_TRY(hsri_session_append(s, ids, n, err));
+    s->logits = logits;
+    s->logits_from = from;
+    return HSR_OK;
+}
+
+hsr_status hsr_session_logits(hsr_session *s, const int32_t *ids, uint64_t n, float *logits, uint64_t size, hsr_error *err)
+{
+    HSRI_TRY(enter(s, "hsr_session_logits", err));
+    const uint64_t vocab = s->engine->model->hp.vocab_size;
+    if (!ids || n == 0 || !logits)
+        return leave(s, hsri_fail(err, HSR_E_INVALID, "hsr_session_logits: no tokens or no room"));
+    if (n > size / vocab)
+        return leave(s, hsri_fail(err, HSR_E_INVALID, "hsr_session_logits: %llu rows of %llu do not fit %llu floats", (unsigned long long)n,
+                                  (unsigned long long)vocab, (unsigned long long)size));
+    hsri_engine_enter(s->engine);
+    hsr_status st = append_for_logits(s, ids, n, logits, err);
+    hsri_engine_leave(s->engine);
+    if (st >= 0)
+        st = run(s, NULL, NULL, err);
+    pthread_mutex_lock(&s->engine->lock);
+    s->logits = NULL;
+    pthread_mutex_unlock(&s->engine->lock);
+    return leave(s, st);
+}
+
+hsr_status hsr_session_cancel(hsr_session *s, hsr_error *err)
+{
+    HSRI_TRY(check(s, "hsr_session_cancel", err));
+    pthread_mutex_lock(&s->engine->lock);
+    hsri_session_cancel(s);
+    hsri_engine_leave(s->engine);
+    return HSR_OK;
+}
+
+hsr_status hsr_session_get_stats(hsr_session *s, hsr_session_stats *stats, hsr_error *err)
+{
+    HSRI_TRY(check(s, "hsr_session_get_stats", err));
+    pthread_mutex_lock(&s->engine->lock);
+    hsr_status st = hsri_struct_out(stats, &s->published, sizeof s->published, "hsr_session_stats", err);
+    pthread_mutex_unlock(&s->engine->lock);
+    return st;
+}

@@ -1,0 +1,226 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* An engine's life, its lock, and whose turn it is. */
+#include "engine/engine.h"
+
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "base/array.h"
+#include "base/cpu.h"
+#include "base/memory.h"
+#include "base/status.h"
+
+/* ---- creation ------------------------------------------------------------------------------------------------- */
+
+static hsr_status create_device(hsr_engine *e, hsr_error *err)
+{
+    const int32_t best = hsri_cpu_isa();
+    int32_t isa = e->opts.isa == HSR_ISA_AUTO ? best : e->opts.isa;
+    if (isa > best)
+        return hsri_fail(err, HSR_E_UNSUPPORTED, "instruction set '%s' is not available here; the best is '%s'", hsri_isa_name(isa), hsri_isa_name(best));
+    if (e->opts.n_threads == 0)
+        e->opts.n_threads = hsri_cpu_count();
+
+    HSRI_TRY(hsri_cpu_device_create(e->opts.n_threads, isa, &e->log, &e->dev, err));
+    if (e->opts.flags & HSR_ENGINE_ASYNC_DEBUG) {
+        hsri_device *outer;
+        HSRI_TRY(hsri_async_device_create(e->dev, &outer, err));
+        e->dev = outer;
+    }
+    return e->dev->queue_create(e->dev, &e->queue, err);
+}
+
+static hsr_status create_weights(hsr_engine *e, hsr_error *err)
+{
+    const hsri_container *c = e->model->container;
+    uint32_t buf;
+    HSRI_TRY(e->dev->view(e->dev, hsri_container_base(c), hsri_container_size(c), &buf, err));
+    return hsri_weights_bind(e->model, buf, &e->weights, err);
+}
+
+static hsr_status create_pool(hsr_engine *e, hsr_error *err)
+{
+    const hsri_hparams *hp = &e->model->hp;
+    uint64_t bytes = e->opts.hot_bytes;
+    if (bytes == 0) {
+        bytes = hsri_memory_available() / 2;
+        bytes = hsri_min(hsri_max(bytes, 64ull << 20), 1ull << 42);
+    }
+    HSRI_TRY(hsri_pool_create(e->dev, bytes, &e->pool, err));
+    hsri_kv_shape_init(&e->shape, e->pool, hp->n_layers, hp->n_kv_heads, hp->head_dim);
+    return HSR_OK;
+}
+
+/* The file's rope tables at places 0 and 1; sessions write their own behind them. */
+static hsr_status create_rope(hsr_engine *e, hsr_error *err)
+{
+    const uint64_t bytes = e->model->hp.rotary_dim / 2 * sizeof(float);
+    HSRI_TRY(e->dev->alloc(e->dev, (2 + (uint64_t)e->opts.max_sessions) * bytes, &e->rope_buf, err));
+    hsri_ref at = { .buf = e->rope_buf };
+    e->dev->copy(e->queue, at, e->weights.inv_freq, bytes);
+    if (e->weights.inv_freq_long.buf)
+        e->dev->copy(e->queue, hsri_at(at, bytes), e->weights.inv_freq_long, bytes);
+    return e->dev->wait(e->queue, err);
+}
+
+static hsr_status create_tables(hsr_engine *e, hsr_error *err)
+{
+    const uint32_t n = (uint32_t)e->opts.max_sessions;
+    e->sessions = hsri_new_array(n, sizeof *e->sessions);
+    e->free_slots = hsri_new_array(n, sizeof *e->free_slots);
+    e->rope_own = hsri_new_array(e->model->hp.rotary_dim, sizeof(float));
+    if (!e->sessions || !e->free_slots || !e->rope_own)
+        return hsri_fail(err, HSR_E_NOMEM, "no memory for a table of %u sessions", n);
+    for (uint32_t i = 0; i < n; i++)
+        e->free_slots[e->n_free_slots++] = n - 1 - i;
+    return HSR_OK;
+}
+
+static hsr_status create_parts(hsr_engine *e, hsr_error *err)
+{
+    HSRI_TRY(create_device(e, err));
+    HSRI_TRY(create_weights(e, err));
+    HSRI_TRY(create_pool(e, err));
+    HSRI_TRY(create_tables(e, err));
+    HSRI_TRY(create_rope(e, err));
+    HSRI_TRY(hsri_scratch_create(e->dev, &e->model->hp, (uint32_t)e->opts.max_batch, &e->scratch, err));
+    return hsri_step_create(e, err);
+}
+
+static void destroy_parts(hsr_engine *e)
+{
+    hsri_step_destroy(e);
+    hsri_weights_free(&e->weights);
+    hsri_pool_destroy(e->pool);
+    if (e->queue)
+        e->dev->queue_destroy(e->queue);
+    if (e->dev)
+        e->dev->destroy(e->dev);
+    free(e->sessions);
+    free(e->free_slots);
+    free(e->rope_own);
+    hsri_model_release(e->model);
+    hsri_log_destroy(&e->log);
+    pthread_cond_destroy(&e->changed);
+    pthread_mutex_destroy(&e->lock);
+    free(e);
+}
+
+hsr_status hsri_engine_create(hsr_model *model, const hsr_engine_opts *opts, hsr_engine **out, hsr_error *err)
+{
+    hsr_engine *e = hsri_new_array(1, sizeof *e);
+    if (!e)
+        return hsri_fail(err, HSR_E_NOMEM, "no memory for an engine");
+    hsr_status st = hsri_log_init(&e->log, opts->log, opts->log_user, opts->log_level, err);
+    if (st < 0) {
+        free(e);
+        return st;
+    }
+    pthread_mutex_init(&e->lock, NULL);   /* default attributes cannot fail on this system */
+    pthread_cond_init(&e->changed, NULL);
+    e->model = model;
+    e->opts = *opts;
+    e->pid = getpid();
+    hsri_model_retain(model);
+    st = create_parts(e, err);
+    if (st < 0) {
+        destroy_parts(e);
+        return st;
+    }
+    hsri_engine_publish(e);
+    hsri_log_write(&e->log, HSR_LOG_INFO, "engine: %s, %s, %d threads, %llu MiB hot pool", model->info.arch, hsri_isa_name(e->dev->isa),
+                   e->opts.n_threads, (unsigned long long)e->stats.hot_blocks_total);
+    *out = e;
+    return HSR_OK;
+}
+
+hsr_status hsri_engine_destroy(hsr_engine *e, hsr_error *err)
+{
+    if (getpid() != e->pid)
+        return HSR_OK;   /* a forked child: threads, locks and mappings belong to the parent; the child's copy ends with it */
+    pthread_mutex_lock(&e->lock);
+    bool busy = e->n_sessions > 0;
+    pthread_mutex_unlock(&e->lock);
+    if (busy)
+        return hsri_fail(err, HSR_E_BUSY, "the engine still has %u sessions", e->n_sessions);
+    destroy_parts(e);
+    return HSR_OK;
+}
+
+hsr_status hsri_engine_check_fork(const hsr_engine *e, hsr_error *err)
+{
+    if (getpid() == e->pid)
+        return HSR_OK;
+    return hsri_fail(err, HSR_E_FORKED, "the engine was made in process %ld, before fork(); make a new one in this process", (long)e->pid);
+}
+
+/* ---- the lock and the turn ------------------------------------------------------------------------------------ */
+
+void hsri_engine_enter(hsr_engine *e)
+{
+    pthread_mutex_lock(&e->lock);
+    e->n_waiting++;
+    while (e->stepping)
+        pthread_cond_wait(&e->changed, &e->lock);
+    e->n_waiting--;
+}
+
+void hsri_engine_leave(hsr_engine *e)
+{
+    if (!e->stepping)   /* a cancel may come in beside a step, whose caches are not ours to read */
+        hsri_engine_publish(e);
+    pthread_cond_broadcast(&e->changed);
+    pthread_mutex_unlock(&e->lock);
+}
+
+void hsri_engine_advance(hsr_engine *e)
+{
+    if (!e->stepping && e->n_waiting == 0)
+        hsri_step_run(e);
+    else
+        pthread_cond_wait(&e->changed, &e->lock);
+}
+
+/* ---- statistics ----------------------------------------------------------------------------------------------- */
+
+static void publish_session(hsr_session *s)
+{
+    hsri_cache_stats c;
+    hsri_cache_get_stats(s->cache, &c);
+    s->published = (hsr_session_stats){
+        .struct_size = sizeof s->published, .status = s->status, .n_tokens = s->n_tokens, .n_computed = s->n_computed,
+        .context = s->context, .prefill_tokens = s->prefill_tokens, .decode_tokens = s->decode_tokens,
+        .kv_bytes = c.bytes, .kv_blocks = c.blocks, .pages_open = c.pages_open, .pages_full = c.pages_full, .pages_sealed = c.pages_sealed,
+        .kv_format = s->kv_type == HSRI_KV_TYPE_F32 ? HSR_KV_F32 : HSR_KV_BF16, .running = s->request.active,
+    };
+}
+
+void hsri_engine_publish(hsr_engine *e)
+{
+    hsr_engine_stats *out = &e->stats;
+    hsri_pool_stats p;
+
+    hsri_pool_get_stats(e->pool, &p);
+    out->struct_size = sizeof *out;
+    out->n_threads = e->opts.n_threads;
+    out->isa = e->dev->isa;
+    out->n_sessions = (int32_t)e->n_sessions;
+    out->hot_blocks_total = p.total;
+    out->hot_blocks_used = p.used;
+    out->hot_blocks_reserved = p.reserved;
+    out->hot_blocks_peak = p.peak_used;
+    out->hot_largest_free_run = p.largest_free_run;
+    out->hot_bytes_committed = p.committed * HSRI_BLOCK_BYTES;
+    out->slot_bytes = e->shape.view.slot_bytes[e->model->hp.weight_dtype == HSRI_DTYPE_F32 ? HSRI_KV_TYPE_F32 : HSRI_KV_TYPE_BF16];
+    out->hot_slots_used = out->hot_slots_wasted = out->pages_open = out->pages_full = out->pages_sealed = 0;
+    for (uint32_t i = 0; i < e->n_sessions; i++) {
+        hsri_cache_stats c;
+        publish_session(e->sessions[i]);
+        hsri_cache_get_stats(e->sessions[i]->cache, &c);
+        out->hot_slots_used += c.slots_used;
+        out->hot_slots_wasted += c.slots_wasted;
+        out->pages_open += c.pages_open;
+        out->pages_full += c.pages_full;
+        out->pages_sealed += c.pages_sealed;
+    }
+}

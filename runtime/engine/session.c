@@ -1,0 +1,489 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* One sequence: its tokens, its request, its events. Nothing here computes; steps do (step.c). */
+#include "engine/engine.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/array.h"
+#include "base/status.h"
+
+/* ---- creation ------------------------------------------------------------------------------------------------- */
+
+static hsri_kv_type kv_type_of(const hsr_engine *e, int32_t kv_format)
+{
+    if (kv_format == HSR_KV_AUTO)
+        return e->model->hp.weight_dtype == HSRI_DTYPE_F32 ? HSRI_KV_TYPE_F32 : HSRI_KV_TYPE_BF16;
+    return kv_format == HSR_KV_F32 ? HSRI_KV_TYPE_F32 : HSRI_KV_TYPE_BF16;
+}
+
+static hsr_status check_context(const hsr_engine *e, hsr_session_opts *o, hsr_error *err)
+{
+    const int64_t trained = e->model->hp.context_length;
+    if (o->context == 0)
+        o->context = trained;
+    if (o->context < 0 || o->context > INT32_MAX)
+        return hsri_fail(err, HSR_E_INVALID, "context is %lld, allowed are 1 to %d tokens", (long long)o->context, INT32_MAX);
+    if (o->context > trained && !o->beyond_trained)
+        return hsri_fail(err, HSR_E_CONTEXT, "a context of %lld tokens is above the %lld the model was trained for; beyond_trained allows it",
+                         (long long)o->context, (long long)trained);
+    return HSR_OK;
+}
+
+/* Choose the rotary table, and write it if it is the session's own. */
+static hsr_status set_rope(hsr_session *s, hsr_error *err)
+{
+    hsr_engine *e = s->engine;
+    const uint64_t bytes = e->model->hp.rotary_dim / 2 * sizeof(float);
+
+    s->rope_table = hsri_rope_choose(&e->model->hp, s->context, e->rope_own);
+    if (s->rope_table < 2)
+        return HSR_OK;
+    s->rope_table = 2 + s->slot;
+    e->dev->copy_in(e->queue, (hsri_ref){ .buf = e->rope_buf, .offset = s->rope_table * bytes }, e->rope_own, bytes);
+    return e->dev->wait(e->queue, err);
+}
+
+/* A session without cache, not yet listed. */
+static hsr_status new_session(hsr_engine *e, const hsr_session_opts *opts, hsr_session **out, hsr_error *err)
+{
+    if (e->n_free_slots == 0)
+        return hsri_fail(err, HSR_E_NOSPACE, "the engine's %d sessions are all in use (max_sessions)", e->opts.max_sessions);
+    hsr_session *s = hsri_new_array(1, sizeof *s);
+    if (!s)
+        return hsri_fail(err, HSR_E_NOMEM, "no memory for a session");
+    s->engine = e;
+    s->opts = *opts;
+    s->context = (uint64_t)opts->context;
+    s->kv_type = kv_type_of(e, opts->kv_format);
+    s->error.struct_size = sizeof s->error;
+    atomic_init(&s->entered, false);
+    s->slot = e->free_slots[e->n_free_slots - 1];
+    hsr_status st = set_rope(s, err);
+    if (st < 0) {
+        free(s);
+        return st;
+    }
+    *out = s;
+    return HSR_OK;
+}
+
+/* The session becomes visible: nothing can fail from here on. */
+static void list_session(hsr_session *s)
+{
+    hsr_engine *e = s->engine;
+    e->n_free_slots--;
+    e->sessions[e->n_sessions++] = s;
+}
+
+hsr_status hsri_session_create(hsr_engine *e, const hsr_session_opts *opts, hsr_session **out, hsr_error *err)
+{
+    hsr_session_opts o = *opts;
+    hsr_session *s;
+
+    HSRI_TRY(check_context(e, &o, err));
+    HSRI_TRY(new_session(e, &o, &s, err));
+    hsri_cache_opts c = {
+        .type = s->kv_type, .window_pages = (uint32_t)o.window_size / HSRI_PAGE_TOKENS, .sink_pages = (uint32_t)o.sink_size / HSRI_PAGE_TOKENS,
+        .rollback_tokens = (uint64_t)o.rollback_tokens, .lineage = ++e->n_lineages,
+    };
+    hsr_status st = hsri_cache_create(e->dev, e->pool, &e->shape, &c, &s->cache, err);
+    if (st < 0) {
+        free(s);
+        return st;
+    }
+    list_session(s);
+    *out = s;
+    return HSR_OK;
+}
+
+static void end_request(hsr_session *s)
+{
+    hsri_request *r = &s->request;
+    hsri_device *dev = s->engine->dev;
+
+    if (r->bias_buf)
+        dev->free(dev, r->bias_buf);
+    if (r->penalises)
+        hsri_history_destroy(&r->history, dev);
+    *r = (hsri_request){ 0 };
+}
+
+void hsri_session_destroy(hsr_session *s)
+{
+    hsr_engine *e = s->engine;
+    uint32_t i = 0;
+
+    while (e->sessions[i] != s)
+        i++;
+    memmove(&e->sessions[i], &e->sessions[i + 1], (e->n_sessions - i - 1) * sizeof *e->sessions);
+    e->n_sessions--;
+    if (e->turn > i)
+        e->turn--;
+    e->free_slots[e->n_free_slots++] = s->slot;
+    end_request(s);
+    hsri_cache_destroy(s->cache);
+    free(s->ids);
+    free(s);
+}
+
+/* ---- tokens --------------------------------------------------------------------------------------------------- */
+
+static hsr_status check_usable(const hsr_session *s, const char *what, hsr_error *err)
+{
+    if (s->status < 0)
+        return hsri_fail(err, HSR_E_STATE, "%s: the session failed earlier (%s); truncate or rebuild it first", what, s->error.message);
+    if (s->request.active)
+        return hsri_fail(err, HSR_E_STATE, "%s: a request is running", what);
+    return HSR_OK;
+}
+
+static hsr_status check_ids(const hsr_session *s, const int32_t *ids, uint64_t n, hsr_error *err)
+{
+    const uint32_t vocab = s->engine->model->hp.vocab_size;
+    for (uint64_t i = 0; i < n; i++)
+        if (ids[i] < 0 || (uint32_t)ids[i] >= vocab)
+            return hsri_fail(err, HSR_E_TOKEN, "token %llu of the prompt is %d, the vocabulary has ids 0 to %u", (unsigned long long)i, ids[i], vocab - 1);
+    return HSR_OK;
+}
+
+/* Room for n ids in all, and KV for the first n_kv of them. */
+static hsr_status make_room(hsr_session *s, uint64_t n, uint64_t n_kv, hsr_error *err)
+{
+    if (!hsri_grow((void **)&s->ids, &s->ids_cap, n, sizeof *s->ids))
+        return hsri_fail(err, HSR_E_NOMEM, "no memory for %llu token ids", (unsigned long long)n);
+    return hsri_cache_admit(s->cache, n_kv, err);
+}
+
+hsr_status hsri_session_append(hsr_session *s, const int32_t *ids, uint64_t n, hsr_error *err)
+{
+    HSRI_TRY(check_usable(s, "append", err));
+    if (n > s->context || s->n_tokens + n > s->context)
+        return hsri_fail(err, HSR_E_CONTEXT, "%llu tokens after %llu do not fit a context of %llu", (unsigned long long)n,
+                         (unsigned long long)s->n_tokens, (unsigned long long)s->context);
+    HSRI_TRY(check_ids(s, ids, n, err));
+    HSRI_TRY(make_room(s, s->n_tokens + n, s->n_tokens + n, err));
+    memcpy(s->ids + s->n_tokens, ids, n * sizeof *ids);
+    s->n_tokens += n;
+    s->target = s->n_tokens;
+    return HSR_OK;
+}
+
+/* Forget the KV of positions from n on, not the ids. */
+static hsr_status cut_cache(hsr_session *s, uint64_t n, hsr_error *err)
+{
+    HSRI_TRY(hsri_cache_truncate(s->cache, n, err));
+    s->n_computed = n;
+    s->target = n;
+    return HSR_OK;
+}
+
+hsr_status hsri_session_truncate(hsr_session *s, uint64_t n, hsr_error *err)
+{
+    if (s->request.active)
+        return hsri_fail(err, HSR_E_STATE, "truncate: a request is running");
+    if (n > s->n_tokens)
+        return hsri_fail(err, HSR_E_INVALID, "truncate to %llu tokens, but the session has %llu", (unsigned long long)n, (unsigned long long)s->n_tokens);
+    if (n < s->n_computed)
+        HSRI_TRY(cut_cache(s, n, err));
+    else
+        hsri_cache_unadmit(s->cache, n);
+    s->n_tokens = n;
+    s->target = hsri_min(s->target, n);
+    s->sampled_end = hsri_min(s->sampled_end, n);
+    s->status = HSR_OK;
+    return HSR_OK;
+}
+
+hsr_status hsri_session_rebuild(hsr_session *s, hsr_error *err)
+{
+    if (s->request.active)
+        return hsri_fail(err, HSR_E_STATE, "rebuild: a request is running");
+    HSRI_TRY(cut_cache(s, 0, err));
+    HSRI_TRY(hsri_cache_admit(s->cache, s->n_tokens, err));
+    s->target = s->n_tokens;
+    s->status = HSR_OK;
+    return HSR_OK;
+}
+
+hsr_status hsri_session_fork(hsr_session *s, hsr_session **out, hsr_error *err)
+{
+    hsr_engine *e = s->engine;
+    hsr_session *f;
+
+    HSRI_TRY(check_usable(s, "fork", err));
+    if (hsri_session_has_work(s))
+        return hsri_fail(err, HSR_E_STATE, "fork: %llu appended tokens are not computed yet", (unsigned long long)(s->target - s->n_computed));
+    HSRI_TRY(new_session(e, &s->opts, &f, err));
+    hsr_status st = HSR_OK;
+    if (!hsri_grow((void **)&f->ids, &f->ids_cap, s->n_tokens ? s->n_tokens : 1, sizeof *f->ids))
+        st = hsri_fail(err, HSR_E_NOMEM, "no memory for %llu token ids", (unsigned long long)s->n_tokens);
+    else
+        st = hsri_cache_fork(s->cache, e->queue, &f->cache, err);
+    if (st < 0) {
+        free(f->ids);
+        free(f);
+        return st;
+    }
+    if (s->n_tokens)
+        memcpy(f->ids, s->ids, s->n_tokens * sizeof *f->ids);
+    f->n_tokens = s->n_tokens;
+    f->n_computed = f->target = s->n_computed;
+    f->sampled_end = s->sampled_end;
+    list_session(f);
+    *out = f;
+    return HSR_OK;
+}
+
+/* ---- requests ------------------------------------------------------------------------------------------------- */
+
+static hsr_status in_range(const char *name, double value, double lo, double hi, bool open_lo, hsr_error *err)
+{
+    if (isfinite(value) && value <= hi && (open_lo ? value > lo : value >= lo))
+        return HSR_OK;
+    return hsri_fail(err, HSR_E_INVALID, "%s is %g, allowed are values in %c%g, %g]", name, value, open_lo ? '(' : '[', lo, hi);
+}
+
+static hsr_status check_lists(const hsr_session *s, const hsr_request *r, hsr_error *err)
+{
+    const uint32_t vocab = s->engine->model->hp.vocab_size;
+    if (r->n_stop > HSRI_MAX_STOP)
+        return hsri_fail(err, HSR_E_INVALID, "n_stop is %u, at most %u stop tokens are possible", r->n_stop, HSRI_MAX_STOP);
+    if ((r->n_stop && !r->stop) || (r->n_bias && !r->bias))
+        return hsri_fail(err, HSR_E_INVALID, "n_stop or n_bias is given without its array");
+    if (r->n_bias > vocab)
+        return hsri_fail(err, HSR_E_INVALID, "n_bias is %u, the vocabulary has %u ids", r->n_bias, vocab);
+    for (uint32_t i = 0; i < r->n_stop; i++)
+        if (r->stop[i] < 0 || (uint32_t)r->stop[i] >= vocab)
+            return hsri_fail(err, HSR_E_TOKEN, "stop token %d is outside the vocabulary of %u", r->stop[i], vocab);
+    for (uint32_t i = 0; i < r->n_bias; i++) {
+        if (r->bias[i].token < 0 || (uint32_t)r->bias[i].token >= vocab)
+            return hsri_fail(err, HSR_E_TOKEN, "bias for token %d, which is outside the vocabulary of %u", r->bias[i].token, vocab);
+        if (isnan(r->bias[i].bias) || r->bias[i].bias == INFINITY)
+            return hsri_fail(err, HSR_E_INVALID, "bias of token %d is %g", r->bias[i].token, (double)r->bias[i].bias);
+    }
+    return HSR_OK;
+}
+
+static hsr_status check_request(const hsr_session *s, const hsr_request *r, hsr_error *err)
+{
+    const double big = 3.4e38;
+    if (r->max_tokens < 0)
+        return hsri_fail(err, HSR_E_INVALID, "max_tokens is %d, it cannot be negative", r->max_tokens);
+    if (r->top_k < 0)
+        return hsri_fail(err, HSR_E_INVALID, "top_k is %d, it cannot be negative (0: off)", r->top_k);
+    if (r->n_logprobs < 0 || r->n_logprobs > 20)
+        return hsri_fail(err, HSR_E_INVALID, "n_logprobs is %d, allowed are 0 to 20", r->n_logprobs);
+    if (r->penalty_window < -1)
+        return hsri_fail(err, HSR_E_INVALID, "penalty_window is %d, allowed are -1 (all) and above", r->penalty_window);
+    HSRI_TRY(in_range("temperature", (double)r->temperature, 0, big, false, err));
+    HSRI_TRY(in_range("top_p", (double)r->top_p, 0, 1, true, err));
+    HSRI_TRY(in_range("min_p", (double)r->min_p, 0, 1, false, err));
+    HSRI_TRY(in_range("repetition_penalty", (double)r->repetition_penalty, 0, big, true, err));
+    HSRI_TRY(in_range("presence_penalty", (double)r->presence_penalty, -big, big, false, err));
+    HSRI_TRY(in_range("frequency_penalty", (double)r->frequency_penalty, -big, big, false, err));
+    return check_lists(s, r, err);
+}
+
+static hsr_status copy_bias(hsr_session *s, const hsr_request *in, hsri_request *r, hsr_error *err)
+{
+    hsr_engine *e = s->engine;
+    const uint64_t bytes = in->n_bias * sizeof *in->bias;
+    if (in->n_bias == 0)
+        return HSR_OK;
+    HSRI_TRY(e->dev->alloc(e->dev, bytes, &r->bias_buf, err));
+    r->n_bias = in->n_bias;
+    e->dev->copy_in(e->queue, (hsri_ref){ .buf = r->bias_buf }, in->bias, bytes);
+    return e->dev->wait(e->queue, err);
+}
+
+static hsr_status fill_request(hsr_session *s, const hsr_request *in, hsr_error *err)
+{
+    hsri_request *r = &s->request;
+
+    *r = (hsri_request){
+        .max_tokens = (uint32_t)in->max_tokens, .temperature = in->temperature, .top_p = in->top_p, .min_p = in->min_p,
+        .repetition_penalty = in->repetition_penalty, .presence_penalty = in->presence_penalty, .frequency_penalty = in->frequency_penalty,
+        .top_k = in->top_k, .n_logprobs = in->n_logprobs, .seed = in->seed, .ignore_eos = in->ignore_eos != 0, .n_stop = in->n_stop,
+    };
+    if (in->n_stop)
+        memcpy(r->stop, in->stop, in->n_stop * sizeof *in->stop);
+    HSRI_TRY(copy_bias(s, in, r, err));
+    if (in->repetition_penalty == 1.0f && in->presence_penalty == 0.0f && in->frequency_penalty == 0.0f)
+        return HSR_OK;
+    HSRI_TRY(hsri_history_create(&r->history, s->engine->dev, s->engine->model->hp.vocab_size, s->n_tokens + r->max_tokens, in->penalty_window, s->ids,
+                                 s->n_tokens, err));
+    r->penalises = true;
+    return HSR_OK;
+}
+
+hsr_status hsri_session_generate(hsr_session *s, const hsr_request *in, hsr_error *err)
+{
+    HSRI_TRY(check_usable(s, "generate", err));
+    HSRI_TRY(check_request(s, in, err));
+    if (s->n_tokens == 0)
+        return hsri_fail(err, HSR_E_STATE, "generate: the session is empty, append at least one token");
+    if (in->max_tokens > 0 && s->n_tokens == s->context)
+        return hsri_fail(err, HSR_E_CONTEXT, "generate: all %llu positions of the context are taken", (unsigned long long)s->context);
+
+    /* The last sampled token is never computed: it needs no KV. */
+    const uint64_t n = hsri_min(s->n_tokens + (uint64_t)in->max_tokens, s->context);
+    HSRI_TRY(make_room(s, n, hsri_max(s->n_tokens, n - (in->max_tokens > 0)), err));
+    hsr_status st = fill_request(s, in, err);
+    /* Sampling needs the last token's logits: compute it once more if it was already computed. */
+    if (st >= 0 && in->max_tokens > 0 && s->n_computed == s->n_tokens) {
+        st = cut_cache(s, s->n_tokens - 1, err);
+        if (st >= 0)
+            st = hsri_cache_admit(s->cache, hsri_max(s->n_tokens, n - 1), err);
+    }
+    if (st < 0) {
+        end_request(s);
+        hsri_cache_unadmit(s->cache, s->n_tokens);
+        return st;
+    }
+    s->n_events = 0;   /* what an earlier request left uncollected */
+    s->request.active = true;
+    s->target = s->n_tokens;
+    if (!hsri_session_has_work(s))
+        hsri_session_finish(s, HSR_FINISH_LENGTH);
+    return HSR_OK;
+}
+
+/* ---- events --------------------------------------------------------------------------------------------------- */
+
+static hsr_event *push_event(hsr_session *s, int32_t kind)
+{
+    hsr_event *ev = &s->events[(s->event_first + s->n_events++) % HSRI_EVENT_ROOM];
+    *ev = (hsr_event){ .struct_size = sizeof *ev, .kind = kind, .session = s, .user = s->opts.user, .token = -1, .position = -1 };
+    return ev;
+}
+
+bool hsri_session_pop_event(hsr_session *s, hsr_event *event)
+{
+    if (s->n_events == 0)
+        return false;
+    *event = s->events[s->event_first];
+    s->event_first = (s->event_first + 1) % HSRI_EVENT_ROOM;
+    s->n_events--;
+    return true;
+}
+
+void hsri_session_finish(hsr_session *s, int32_t reason)
+{
+    push_event(s, HSR_EVENT_FINISHED)->reason = reason;
+    end_request(s);
+    s->target = s->n_computed;
+    hsri_cache_unadmit(s->cache, s->n_tokens);
+}
+
+/* Work ends; ids that were neither computed nor delivered are dropped only on cancel. */
+static void stop_work(hsr_session *s, hsr_status status)
+{
+    s->n_failures++;
+    s->target = s->n_computed;
+    s->logits = NULL;
+    if (s->request.active)
+        push_event(s, HSR_EVENT_FAILED)->status = status;
+    end_request(s);
+    hsri_cache_unadmit(s->cache, s->n_tokens);
+}
+
+void hsri_session_fail(hsr_session *s, hsr_status status)
+{
+    if (status == HSR_E_NONFINITE)
+        s->status = status;
+    s->error.status = status;
+    stop_work(s, status);
+}
+
+void hsri_session_apply_cancel(hsr_session *s)
+{
+    s->cancel = false;
+    if (!s->request.active && !hsri_session_has_work(s))
+        return;
+    s->n_tokens = hsri_min(s->n_tokens, hsri_max(s->n_computed, s->sampled_end));
+    hsri_fail(&s->error, HSR_E_CANCELLED, "cancelled");
+    stop_work(s, HSR_E_CANCELLED);
+}
+
+void hsri_session_cancel(hsr_session *s)
+{
+    s->cancel = true;
+    if (!s->engine->stepping)
+        hsri_session_apply_cancel(s);
+}
+
+static bool is_stop(const hsr_session *s, int32_t token)
+{
+    const hsr_model_info *info = &s->engine->model->info;
+    const hsri_request *r = &s->request;
+    for (uint32_t i = 0; i < r->n_stop; i++)
+        if (r->stop[i] == token)
+            return true;
+    for (int32_t i = 0; i < info->n_eos_tokens && !r->ignore_eos; i++)
+        if (info->eos_tokens[i] == token)
+            return true;
+    return false;
+}
+
+void hsri_session_take(hsr_session *s, const hsri_sampled *sampled)
+{
+    hsri_request *r = &s->request;
+
+    s->ids[s->n_tokens++] = sampled->token;
+    s->sampled_end = s->n_tokens;
+    s->decode_tokens++;
+    r->n_out++;
+    if (r->penalises)
+        hsri_history_push(&r->history, s->ids, s->n_tokens);
+
+    hsr_event *ev = push_event(s, HSR_EVENT_TOKEN);
+    ev->token = sampled->token;
+    ev->logprob = sampled->logprob;
+    ev->position = (int64_t)s->n_tokens - 1;
+    ev->n_logprobs = sampled->n_logprobs;
+    memcpy(ev->logprobs, sampled->logprobs, sizeof ev->logprobs);
+
+    if (is_stop(s, sampled->token))
+        hsri_session_finish(s, HSR_FINISH_STOP);
+    else if (r->n_out == r->max_tokens || s->n_tokens == s->context)
+        hsri_session_finish(s, HSR_FINISH_LENGTH);
+    else
+        s->target = s->n_tokens;
+}
+
+/* ---- waiting for work ----------------------------------------------------------------------------------------- */
+
+/* Work that a caller may wait for: all of it, or with a request running, what comes before its first event. */
+static bool has_prompt_work(const hsr_session *s)
+{
+    return hsri_session_has_work(s) && !(s->request.active && s->request.n_out > 0);
+}
+
+hsr_status hsri_session_run(hsr_session *s, int32_t (*progress)(void *, uint64_t, uint64_t), void *user, hsr_error *err)
+{
+    hsr_engine *e = s->engine;
+    const uint64_t first = s->n_computed, total = s->target - first, failures = s->n_failures;
+    uint64_t told = UINT64_MAX;
+
+    for (;;) {
+        if (progress && told != s->n_computed) {
+            told = s->n_computed;
+            const uint64_t done = hsri_min(told - first, total);
+            pthread_mutex_unlock(&e->lock);
+            const int32_t stop = progress(user, done, total);
+            pthread_mutex_lock(&e->lock);
+            if (stop)
+                return hsri_fail(err, HSR_E_CANCELLED, "stopped by the progress callback");
+        }
+        if (!has_prompt_work(s))
+            break;
+        hsri_engine_advance(e);
+    }
+    if (s->n_failures != failures) {
+        hsri_fail(err, s->error.status, "%s", s->error.message);
+        return s->error.status;
+    }
+    return HSR_OK;
+}
