@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arguments that must be numbers."""
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+
+from .errors import InvalidError
+
+
+def integer(name: str, value: Any, low: int, high: int) -> int:
+    """`value` as an int from low to high. TypeError for bools and fractions, InvalidError outside the range."""
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{name} must be an integer, not a bool")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, not {value!r}") from None
+    if not low <= number <= high:
+        raise InvalidError(f"{name} is {number}, allowed are {low} to {high}")
+    return number
+
+
+def real(name: str, value: Any) -> float:
+    """`value` as a float, NaN and infinities included: the library refuses those by name."""
+    if isinstance(value, (bool, np.bool_, str, bytes)):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    try:
+        return float(value)
+    except (TypeError, OverflowError):
+        raise TypeError(f"{name} must be a number, not {value!r}") from None

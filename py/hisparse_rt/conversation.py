@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A chat of many turns that computes each word once."""
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+
+from .errors import InvalidError, StateError
+from .request import Sampling, SamplingOptions
+from .session import Session
+from .stream import Stream
+
+if TYPE_CHECKING:
+    from .chat import Message
+    from .model import Model
+
+
+class Conversation:
+    """Messages and the session that has read them.
+
+    Each turn renders the whole chat with the model's template and compares token ids with what the session holds, so a
+    template that rewrites earlier turns is followed exactly; only what differs is computed again.
+
+    messages   the chat so far, {"role", "content"}; may be edited between turns
+    """
+
+    def __init__(self, model: Model, *, system: str | None = None, **session_options: Any) -> None:
+        self.model = model
+        self.messages: list[Message] = []
+        self._options = session_options
+        self._system = system
+        self._session: Session | None = None
+        self.last: Stream | None = None
+        """The stream of the last answer, with its result."""
+        self.reset()
+        model.require_chat()
+
+    def reset(self) -> None:
+        """Forget everything but the system prompt."""
+        self.close()
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def send(self, text: str, **options: Unpack[SamplingOptions]) -> str:
+        """Say something; return the answer, which is added to `messages`."""
+        return "".join(self.stream(text, **options))
+
+    def stream(
+        self, text: str, *, progress: Callable[[int, int], object] | None = None, **options: Unpack[SamplingOptions]
+    ) -> Generator[str, None, None]:
+        """Say something; iterate over pieces of the answer. If it is closed early, what was said so far is the answer."""
+        sampling = Sampling(**options)
+        messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
+        self._follow(self.model.chat_ids(messages))
+        assert self._session is not None
+        running = Stream(self._session, sampling, self.model._detokenizer(), owns_session=False, report=progress)
+        self.last = running
+        return self._relay(running, messages)
+
+    @property
+    def session(self) -> Session:
+        """The session behind the chat; StateError before the first turn."""
+        if self._session is None:
+            raise StateError("nothing was said yet")
+        return self._session
+
+    def close(self) -> None:
+        """Free the session. The messages stay, and the next turn computes them again."""
+        if self._session is not None:
+            self._session.close()
+            self._session = None
+
+    def _relay(self, running: Stream, messages: list[Message]) -> Generator[str, None, None]:
+        try:
+            yield from running
+        finally:
+            running.close()
+            if running.tokens:
+                self.messages = [*messages, {"role": "assistant", "content": running.text}]
+
+    def _follow(self, ids: Any) -> None:
+        """Make the session hold exactly `ids`."""
+        if self._session is None:
+            self._session = self.model.session(**self._options)
+        held = self._session._tokens()
+        n = min(len(held), len(ids))
+        differing = np.flatnonzero(held[:n] != ids[:n])
+        same = int(differing[0]) if differing.size else n
+        try:
+            if same < len(held):
+                self._session.truncate(same)
+        except StateError:  # too far back for its key-value format
+            self.close()
+            self._session, same = self.model.session(**self._options), 0
+        if same < len(ids):
+            self._session._append(np.ascontiguousarray(ids[same:]))
+        elif not len(ids):
+            raise InvalidError("the chat template made nothing of these messages")

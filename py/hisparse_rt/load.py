@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opening a model, converting it first if it is not in the runtime's own format."""
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from . import progress
+from .errors import FileMissingError, FormatError, InvalidError
+from .model import Model
+
+
+def load(
+    path: str | bytes | os.PathLike[Any], *, ram: int | str | None = None, hot: int | str | None = None, threads: int = 0,
+    isa: str = "auto", kv: str = "auto", chunk: int = 512, max_sessions: int = 256, max_batch: int = 1024, dtype: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None, log: logging.Logger | None = None, debug_async: bool = False,
+) -> Model:
+    """Open a model.
+
+    path          a `.hsr` file; or a Hugging Face folder or `.gguf` file, which is converted once and kept in a cache
+    ram, hot      budget of the key-value memory: bytes, or a text such as "4GiB". None: half of the memory now available
+    threads       threads that compute, 0 to 1024; 0: as many as the machine gives this process
+    isa           highest instruction set to use: "auto", "reference", "avx2" or "avx512"
+    kv            key-value format of sessions: "f32", "bf16", or "auto" (f32 for models of dtype f32, else bf16)
+    chunk         most tokens of one prompt in one step, 1 to 4096
+    max_sessions, max_batch   most sessions at a time; most rows of one step
+    dtype         for conversion: "f32", "bf16", "q8" (the default) or "q4"
+    cache_dir     where converted models are kept; None: $XDG_CACHE_HOME/hisparse_rt, or ~/.cache/hisparse_rt
+    log           a logging.Logger for what the engine has to say; None: silent
+    debug_async   run in the slow mode that finds ordering mistakes in the runtime
+
+    FileError, FormatError, VersionError, UnsupportedError, OutOfMemoryError, InvalidError; all are HisparseError.
+    """
+    source = os.fspath(path)
+    name = os.fsdecode(source)
+    if os.path.isdir(name) or name.lower().endswith(".gguf"):
+        source = _converted(name, dtype or "q8", cache_dir)
+    elif dtype is not None:
+        raise InvalidError(f"dtype is for conversion, and {name!a} is not a folder or a .gguf file")
+    return Model(source, ram=ram, hot=hot, threads=threads, isa=isa, kv=kv, chunk=chunk, max_sessions=max_sessions, max_batch=max_batch,
+                 log=log, debug_async=debug_async)
+
+
+def _converted(source: str, dtype: str, cache_dir: str | os.PathLike[str] | None) -> str:
+    """The cached conversion of `source`, made now if there is none.
+
+    Several processes may do this at once: each writes a temporary file, and the last to rename it wins with the same bytes.
+    """
+    from .tools.convert import ConvertError, convert
+    from .tools.hsr_file import FORMAT_VERSION
+
+    if not os.path.exists(source):
+        raise FileMissingError(f"{source!a}: no such file", sys_code=2)
+    folder = Path(cache_dir) if cache_dir is not None else _default_cache()
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    stem = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(os.path.abspath(source)).name.removesuffix(".gguf"))[:80]
+    target = folder / f"{stem}-{dtype}-{_key(source, dtype, FORMAT_VERSION)}.hsr"
+    if not target.exists():
+        with progress.bar("converting", "B") as report:
+            try:
+                convert(source, target, dtype, progress=report and (lambda done, total, name: report(done, total)))
+            except ConvertError as error:
+                raise FormatError(str(error)) from error
+    return str(target)
+
+
+def _default_cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "hisparse_rt"
+
+
+def _key(source: str, dtype: str, version: int) -> str:
+    """Changes whenever a file of the source does. Names, sizes and times are enough, and cost no reading of gigabytes."""
+    digest = hashlib.sha256(f"{version}\0{dtype}\0".encode() + os.fsencode(os.path.realpath(source)))
+    files = sorted(Path(source).iterdir()) if os.path.isdir(source) else [Path(source)]
+    for file in files:
+        if file.suffix in (".safetensors", ".json", ".gguf", ".jinja", ".model", ".txt") and file.is_file():
+            facts = file.stat()
+            digest.update(os.fsencode(file.name) + f"\0{facts.st_size}\0{facts.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:24]

@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A loaded model: weights, an engine with its threads and key-value memory, and the tokenizer."""
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import json
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from ._library import Handle, call, ffi, lib, new_struct, refuse_copies
+from .checks import integer
+from .errors import BusyError, InvalidError, StateError, TemplateError, TokenizerError
+from .ids import Ids, as_ids
+from .request import RequestOptions, SamplingOptions
+from .session import KV_FORMATS, Session
+from .sizes import parse_size
+from .text import Detokenizer
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from .aio import AsyncStream
+    from .chat import Message
+    from .conversation import Conversation
+    from .result import Result
+    from .stream import Stream
+    from .template import ChatTemplate
+    from .tokenizer import TextCodec
+
+ISA_LEVELS = {"auto": lib.HSR_ISA_AUTO, "reference": lib.HSR_ISA_REFERENCE, "avx2": lib.HSR_ISA_AVX2, "avx512": lib.HSR_ISA_AVX512}
+DTYPES = {lib.HSR_DTYPE_F32: "f32", lib.HSR_DTYPE_BF16: "bf16", lib.HSR_DTYPE_Q8: "q8", lib.HSR_DTYPE_Q4: "q4"}
+_LOG_LEVELS = ((logging.ERROR, lib.HSR_LOG_ERROR), (logging.WARNING, lib.HSR_LOG_WARN), (logging.INFO, lib.HSR_LOG_INFO))
+_CLOSE_SECONDS = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Hyper-parameters and sizes of a model."""
+
+    arch: str
+    dtype: str
+    """Of the projections: f32, bf16, q8 or q4."""
+    vocab_size: int
+    """Length of a row of logits."""
+    tokenizer_size: int
+    """Ids from here to vocab_size are padding and never sampled."""
+    hidden_size: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    context_length: int
+    """Tokens the model was trained for."""
+    bos_token: int | None
+    eos_tokens: tuple[int, ...]
+    weight_bytes: int
+    n_params: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters of a model's engine. Blocks are 1 MiB."""
+
+    n_threads: int
+    isa: str
+    n_sessions: int
+    n_queued: int
+    last_batch_rows: int
+    n_steps: int
+    prefill_tokens: int
+    decode_tokens: int
+    prefill_ns: int
+    decode_ns: int
+    hot_blocks_total: int
+    hot_blocks_used: int
+    hot_blocks_reserved: int
+    hot_blocks_peak: int
+    hot_largest_free_run: int
+    hot_bytes_committed: int
+    hot_slots_used: int
+    hot_slots_wasted: int
+    slot_bytes: int
+    pages_open: int
+    pages_full: int
+    pages_sealed: int
+
+
+class _Native:
+    """The native model and engine. In no reference cycle, so that it outlives every session and dies with the last."""
+
+    def __init__(self, path: bytes) -> None:
+        self.model = Handle(self, "hsr_model", _close_model)
+        call(lib.hsr_model_open, path, self.model.box)
+        self.engine = Handle(self, "hsr_engine", lib.hsr_engine_destroy)
+        self.log: Any = None
+
+
+def _close_model(box: Any, err: Any) -> int:
+    lib.hsr_model_close(box)
+    return 0
+
+
+class Model:
+    """A model that is ready to compute. Made by `load`.
+
+    Threads: any thread may use a model; sessions of different threads are computed together. Close it with `close`, a with
+    statement, or by dropping it.
+    """
+
+    def __init__(
+        self, path: str | bytes | os.PathLike[Any], *, ram: int | str | None = None, hot: int | str | None = None, threads: int = 0,
+        isa: str = "auto", kv: str = "auto", chunk: int = 512, max_sessions: int = 256, max_batch: int = 1024,
+        log: logging.Logger | None = None, debug_async: bool = False,
+    ) -> None:
+        if ram is not None and hot is not None:
+            raise InvalidError("give ram or hot, not both: they name the same budget")
+        if isa not in ISA_LEVELS:
+            raise InvalidError(f"isa is {isa!r}, known levels are {', '.join(ISA_LEVELS)}")
+        if kv not in KV_FORMATS:
+            raise InvalidError(f"kv is {kv!r}, known formats are {', '.join(KV_FORMATS)}")
+        name = os.fsencode(path)
+        if b"\0" in name:
+            raise InvalidError("the path has a NUL character in it")
+        opts = ffi.new("hsr_engine_opts *")
+        lib.hsr_engine_opts_init(opts)
+        opts.isa = ISA_LEVELS[isa]
+        opts.n_threads = integer("threads", threads, 0, 1024)
+        opts.chunk_tokens = integer("chunk", chunk, 1, 4096)
+        opts.max_sessions = integer("max_sessions", max_sessions, 1, 65536)
+        opts.max_batch = integer("max_batch", max_batch, 1, (1 << 31) - 1)
+        opts.hot_bytes = _budget(hot if ram is None else ram)
+        opts.flags = lib.HSR_ENGINE_ASYNC_DEBUG if debug_async else 0
+        self.path = name.decode("utf-8", "replace")
+        self.kv = kv
+        self.chunk = int(opts.chunk_tokens)
+        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._lock = threading.Lock()
+        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self._native = _Native(name)
+        if log is not None:
+            self._native.log = ffi.new_handle(log)
+            opts.log, opts.log_user = lib.py_log, self._native.log
+            opts.log_level = next((number for level, number in _LOG_LEVELS if log.getEffectiveLevel() >= level), lib.HSR_LOG_DEBUG)
+        call(lib.hsr_engine_create, self._native.model.pointer, opts, self._native.engine.box)
+        self.info = self._read_info()
+
+    # ---- facts
+
+    def metadata(self, key: str) -> str | None:
+        """A string of the model file's metadata, or None."""
+        value, size = ffi.new("const char **"), ffi.new("uint64_t *")
+        with self._native.model.lock:
+            if lib.hsr_model_metadata(self._native.model.pointer, key.encode(), value, size) != lib.HSR_OK:
+                return None
+            text: bytes = ffi.buffer(value[0], size[0])[:]
+            return text.decode("utf-8", "replace")
+
+    @functools.cached_property
+    def generation_defaults(self) -> dict[str, Any]:
+        """The sampling options the checkpoint recommends, such as {"temperature": 0.6}. Never applied by themselves."""
+        return dict(json.loads(self.metadata("hisparse.generation") or "{}"))
+
+    def stats(self) -> EngineStats:
+        """Counters of the engine."""
+        native = new_struct("hsr_engine_stats")
+        with self._native.engine.lock:
+            call(lib.hsr_engine_get_stats, self._native.engine.pointer, native)
+        values = {field.name: getattr(native, field.name) for field in fields(EngineStats)}
+        isa = next((name for name, level in ISA_LEVELS.items() if level == native.isa), "?")
+        return EngineStats(**{**values, "isa": isa})
+
+    # ---- text
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizers.Tokenizer of the model; TokenizerError if the file has none."""
+        return self._codec.tokenizer
+
+    def encode(self, text: str, *, prefix: bool = True, special: bool = True) -> npt.NDArray[np.int32]:
+        """Token ids of `text`.
+
+        prefix   put the tokenizer's begin token in front, if it has one, exactly once
+        special  True: control tokens spelled in the text become control tokens; False: they stay text, as in chat
+        """
+        return self._codec.encode(text, prefix=prefix, special=special)
+
+    def decode(self, ids: Ids, *, skip_special: bool = True) -> str:
+        """Text of `ids`, without control tokens unless skip_special is False."""
+        return self._codec.decode(ids, skip_special=skip_special)
+
+    def chat_ids(
+        self, messages: str | Sequence[Message], *, system: str | None = None, history: Sequence[Message] | None = None,
+        tools: Sequence[Any] | None = None, add_generation_prompt: bool = True, variables: Mapping[str, Any] | None = None,
+    ) -> npt.NDArray[np.int32]:
+        """Token ids of a chat in the model's own template. Control tokens spelled inside messages stay ordinary text.
+
+        variables: further names for the template, such as {"enable_thinking": False}.
+        TemplateError if the model has no template or the template refuses the messages.
+        """
+        from .chat import as_messages, chat_ids
+
+        return chat_ids(
+            self._codec, self._template, as_messages(messages, system, history), tools=tools,
+            add_generation_prompt=add_generation_prompt, variables=variables,
+        )
+
+    def chat_text(self, messages: str | Sequence[Message], *, system: str | None = None, history: Sequence[Message] | None = None,
+                  tools: Sequence[Any] | None = None, add_generation_prompt: bool = True,
+                  variables: Mapping[str, Any] | None = None) -> str:
+        """What the template makes of a chat, for people to read. The model gets `chat_ids`."""
+        from .chat import as_messages
+
+        return self._template.render(
+            as_messages(messages, system, history), tools=tools, add_generation_prompt=add_generation_prompt, variables=variables
+        )
+
+    # ---- computing
+
+    def logits(self, ids: Ids, chunk: int | None = None, *, kv: str | None = None, context: int | None = None,
+               beyond_trained: bool = False) -> npt.NDArray[np.float32]:
+        """Logits of every position: float32 [len(ids), vocab_size]; row i predicts the token after ids[i].
+
+        chunk: tokens per step; None takes the engine's. It changes memory and speed, never a bit of the result.
+        context: session length in tokens; None takes what is needed.
+        ContextError above the trained length unless beyond_trained; TokenError; ValueError for no ids.
+        """
+        array = as_ids(ids)
+        if not array.size:
+            raise InvalidError("no ids: logits needs at least one token")
+        with self.session(context=array.size if context is None else context, kv=kv, beyond_trained=beyond_trained) as session:
+            return session.logits(array, chunk)
+
+    def session(self, *, context: int | None = None, kv: str | None = None, beyond_trained: bool = False,
+                window_size: int | None = None, sink_size: int | None = None, rollback_tokens: int | None = None) -> Session:
+        """An empty session.
+
+        context          most tokens it may hold; None is the trained length. Costs nothing until used
+        kv               "f32", "bf16" or "auto"; None takes the model's
+        beyond_trained   allow a context above the trained length
+        window_size, sink_size, rollback_tokens   see hsr_session_opts in hisparse_rt.h; None is its default
+        """
+        return Session(self, context=context, kv=kv or self.kv, beyond_trained=beyond_trained, window_size=window_size,
+                       sink_size=sink_size, rollback_tokens=rollback_tokens)
+
+    @overload
+    def chat(self, messages: str | Sequence[Message], *, stream: Literal[True], system: str | None = ...,
+             history: Sequence[Message] | None = ..., tools: Sequence[Any] | None = ..., variables: Mapping[str, Any] | None = ...,
+             **options: Unpack[RequestOptions]) -> Stream: ...
+    @overload
+    def chat(self, messages: str | Sequence[Message], *, return_details: Literal[True], system: str | None = ...,
+             history: Sequence[Message] | None = ..., tools: Sequence[Any] | None = ..., variables: Mapping[str, Any] | None = ...,
+             **options: Unpack[RequestOptions]) -> Result: ...
+    @overload
+    def chat(self, messages: str | Sequence[Message], *, system: str | None = ..., history: Sequence[Message] | None = ...,
+             tools: Sequence[Any] | None = ..., variables: Mapping[str, Any] | None = ...,
+             **options: Unpack[RequestOptions]) -> str: ...
+
+    def chat(
+        self, messages: str | Sequence[Message], *, system: str | None = None, history: Sequence[Message] | None = None,
+        tools: Sequence[Any] | None = None, variables: Mapping[str, Any] | None = None, **options: Any,
+    ) -> Any:
+        """The assistant's answer to a user's text, or to a list of {"role", "content"} messages. `history` goes before.
+
+        Options and result are those of `hisparse_rt.generate`. The chat template is the model's own; TemplateError if it has
+        none. For a chat of many turns, `conversation` keeps what is computed.
+        """
+        from .generate import generate
+
+        ids = self.chat_ids(messages, system=system, history=history, tools=tools, variables=variables)
+        return generate(self, ids, **options)
+
+    def require_chat(self) -> None:
+        """TemplateError if this model cannot chat, without waiting for a first message."""
+        _ = self._template
+
+    def conversation(self, *, system: str | None = None, **session_options: Any) -> Conversation:
+        """A chat that remembers. Options are those of `session`."""
+        from .conversation import Conversation
+
+        return Conversation(self, system=system, **session_options)
+
+    def agenerate(self, prompt: str | Ids, *, context: int | None = None, kv: str | None = None, beyond_trained: bool = False,
+                  **options: Unpack[SamplingOptions]) -> AsyncStream:
+        """For `async for`: pieces of text, computed on another thread. Cancelling the task ends the work within a step."""
+        from .aio import AsyncStream
+        from .generate import start
+
+        return AsyncStream(self, lambda: start(self, prompt, context=context, kv=kv, beyond_trained=beyond_trained, **options))
+
+    def achat(self, messages: str | Sequence[Message], *, system: str | None = None, history: Sequence[Message] | None = None,
+              tools: Sequence[Any] | None = None, variables: Mapping[str, Any] | None = None,
+              **options: Unpack[SamplingOptions]) -> AsyncStream:
+        """`chat` for `async for`."""
+        ids = self.chat_ids(messages, system=system, history=history, tools=tools, variables=variables)
+        return self.agenerate(ids, **options)
+
+    def cancel(self) -> None:
+        """End the work of all sessions at the next step. From any thread."""
+        with self._native.engine.lock:
+            call(lib.hsr_engine_cancel, self._native.engine.pointer)
+
+    # ---- end
+
+    def close(self) -> None:
+        """Free everything now: sessions and streams end, then the engine and the weights. A second call does nothing.
+
+        Work of other threads is cancelled and waited for; BusyError if it does not end.
+        """
+        if self.closed:
+            return
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        while True:
+            try:
+                for session in list(self._sessions):
+                    session.close()
+                self._native.engine.close()
+                break
+            except BusyError:
+                if time.monotonic() > deadline:
+                    raise
+                self.cancel()
+                time.sleep(0.001)
+        self._native.model.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+
+    @property
+    def closed(self) -> bool:
+        return self._native.engine.closed
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{self.info.arch}, {self.info.dtype}"
+        return f"<hisparse_rt.Model {self.path!r}: {state}>"
+
+    __reduce_ex__ = refuse_copies("model", "load the file again in the other process: its memory is shared")
+
+    # ---- inside
+
+    def _read_info(self) -> ModelInfo:
+        native = new_struct("hsr_model_info")
+        call(lib.hsr_model_get_info, self._native.model.pointer, native)
+        values = {field.name: getattr(native, field.name) for field in fields(ModelInfo) if hasattr(native, field.name)}
+        return ModelInfo(**{
+            **values,
+            "arch": ffi.string(native.arch).decode(),
+            "dtype": DTYPES.get(native.weight_dtype, "?"),
+            "bos_token": None if native.bos_token < 0 else native.bos_token,
+            "eos_tokens": tuple(native.eos_tokens[i] for i in range(native.n_eos_tokens)),
+        })
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise StateError("this model is closed")
+
+    @functools.cached_property
+    def _codec(self) -> TextCodec:
+        from .tokenizer import TextCodec
+
+        self._check_open()
+        source = self.metadata("tokenizer.huggingface.json")
+        if source is None:
+            raise TokenizerError("the model file has no tokenizer: give token ids instead of text")
+        return TextCodec(source, self.info.vocab_size, self.info.bos_token, self.info.eos_tokens, self.metadata("tokenizer.chat_template"))
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        from .template import ChatTemplate
+
+        self._check_open()
+        source = self.metadata("tokenizer.chat_template")
+        if source is None:
+            raise TemplateError("the model has no chat template: use generate with a prompt in the form the model was trained on")
+        return ChatTemplate(source, json.loads(self.metadata("hisparse.special_tokens") or "{}"))
+
+    def _detokenizer(self) -> Detokenizer | None:
+        """None for a model without tokenizer: its requests give tokens, and no text."""
+        self._check_open()
+        return self._codec.detokenizer() if self.metadata("tokenizer.huggingface.json") is not None else None
+
+    def _worker(self) -> concurrent.futures.ThreadPoolExecutor:
+        """Threads on which asynchronous callers wait; each running stream occupies one."""
+        with self._lock:
+            self._check_open()
+            if self._threads is None:
+                self._threads = concurrent.futures.ThreadPoolExecutor(max_workers=256, thread_name_prefix="hisparse_rt")
+            return self._threads
+
+
+def _budget(value: int | str | None) -> int:
+    if value is None:
+        return 0
+    size = parse_size(value)
+    if size < 1 << 20:
+        raise InvalidError(f"a memory budget of {size} bytes is less than one block of 1 MiB")
+    return size

@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One sequence of tokens with its key-value memory."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from ._library import Handle, call, ffi, lib, new_struct, refuse_copies, watched
+from .checks import integer
+from .errors import BusyError, ContextError, InvalidError
+from .ids import Ids, as_ids
+from .request import Sampling, SamplingOptions
+from .result import Result
+from .stream import Stream
+
+if TYPE_CHECKING:
+    from .model import Model
+
+KV_FORMATS = {"auto": lib.HSR_KV_AUTO, "f32": lib.HSR_KV_F32, "bf16": lib.HSR_KV_BF16}
+_INT32_MAX = (1 << 31) - 1
+KV_NAMES = {number: name for name, number in KV_FORMATS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class SessionStats:
+    """Counters of one session."""
+
+    status: int
+    """0, or the status that made it fail; `rebuild` is the way back."""
+    n_tokens: int
+    """Tokens held, computed and queued."""
+    n_computed: int
+    context: int
+    prefill_tokens: int
+    """Prompt tokens computed since creation."""
+    decode_tokens: int
+    """Tokens sampled since creation."""
+    kv_bytes: int
+    kv_blocks: int
+    """Blocks of 1 MiB."""
+    pages_open: int
+    pages_full: int
+    pages_sealed: int
+    kv_format: str
+    running: bool
+
+
+class Session:
+    """A sequence that grows by `append` and `generate`. Made by `Model.session`.
+
+    All methods raise BusyError while another thread is inside the session or a stream of it is unfinished, except `cancel`
+    and `stats`, which any thread may call at any time.
+    """
+
+    def __init__(
+        self, model: Model, *, context: int | None = None, kv: str | None = None, beyond_trained: bool = False,
+        window_size: int | None = None, sink_size: int | None = None, rollback_tokens: int | None = None,
+    ) -> None:
+        opts = ffi.new("hsr_session_opts *")
+        lib.hsr_session_opts_init(opts)
+        if kv is not None and kv not in KV_FORMATS:
+            raise InvalidError(f"kv is {kv!r}, known formats are {', '.join(KV_FORMATS)}")
+        opts.kv_format = KV_FORMATS[kv or "auto"]
+        if context is not None:
+            opts.context = integer("context", context, 1, _INT32_MAX)
+        for name, value in (("window_size", window_size), ("sink_size", sink_size), ("rollback_tokens", rollback_tokens)):
+            if value is not None:
+                setattr(opts, name, integer(name, value, 0, _INT32_MAX))
+        opts.beyond_trained = bool(beyond_trained)
+        self._opened(model)
+        with model._native.engine.lock:
+            call(lib.hsr_session_create, model._native.engine.pointer, opts, self._handle.box)
+        model._sessions.add(self)
+
+    def _opened(self, model: Model) -> None:
+        self.model = model
+        self._inside = threading.Lock()
+        self._streaming = False
+        self._handle = Handle(self, "hsr_session", lib.hsr_session_destroy, keep=model._native)
+
+    # ---- tokens
+
+    def append(self, prompt: str | Ids) -> int:
+        """Add a prompt: text, or token ids taken as they are. Returns how many tokens were added.
+
+        Text that opens an empty session gets the tokenizer's begin token; control tokens spelled in it are recognised.
+        Nothing is computed yet. ContextError, TokenError, NoSpaceError; ValueError for an empty prompt.
+        """
+        self._check_not_streaming()
+        ids = self.model.encode(prompt, prefix=self.n_tokens == 0) if isinstance(prompt, str) else as_ids(prompt)
+        if not ids.size:
+            raise InvalidError("an empty prompt: there is nothing to append")
+        self._append(ids)
+        return int(ids.size)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.stats().n_tokens
+
+    @property
+    def tokens(self) -> list[int]:
+        """All token ids, prompt and output."""
+        return [int(token) for token in self._tokens()]
+
+    def truncate(self, n: int) -> None:
+        """Forget all tokens from position n on. InvalidError if n is above the length, StateError if it is too far back."""
+        self._check_not_streaming()
+        self._call(lib.hsr_session_truncate, integer("n", n, 0, _INT32_MAX))
+
+    def rebuild(self) -> None:
+        """Drop the key-value memory and compute all tokens again, with the next work: the way back after a failure."""
+        self._check_not_streaming()
+        self._call(lib.hsr_session_rebuild)
+
+    def fork(self) -> Session:
+        """A second session with the same tokens and the same memory of them."""
+        self._check_not_streaming()
+        fork = Session.__new__(Session)
+        fork._opened(self.model)
+        self._call(lib.hsr_session_fork, fork._handle.box)
+        self.model._sessions.add(fork)
+        return fork
+
+    # ---- computing
+
+    def prefill(self, progress: Callable[[int, int], object] | None = None) -> None:
+        """Compute all appended tokens now. `progress(done, total)` is called between steps, on this thread."""
+        self._check_not_streaming()
+        with watched(progress) as callback:
+            self._call(lib.hsr_session_prefill, callback, ffi.NULL)
+
+    def logits(self, ids: Ids, chunk: int | None = None) -> npt.NDArray[np.float32]:
+        """Append `ids`, compute them, and return the logits of each: [len(ids), vocab_size]; row i predicts the token after ids[i].
+
+        chunk: tokens per step; None takes the engine's. It changes memory and speed, never a bit of the result.
+        """
+        self._check_not_streaming()
+        array = as_ids(ids)
+        if not array.size:
+            raise InvalidError("no ids: logits needs at least one token")
+        step = self.model.chunk if chunk is None else integer("chunk", chunk, 1, _INT32_MAX)
+        self.check_room(array.size)
+        out = np.empty((array.size, self.model.info.vocab_size), dtype=np.float32)
+        for start in range(0, array.size, step):  # a return to Python between steps lets Ctrl-C in
+            part, rows = array[start:start + step], out[start:start + step]
+            self._call(lib.hsr_session_logits, ffi.from_buffer("int32_t[]", part), part.size,
+                       ffi.from_buffer("float[]", rows, require_writable=True), rows.size)
+        return out
+
+    @overload
+    def generate(self, *, stream: Literal[True], progress: Callable[[int, int], object] | None = ...,
+                 **options: Unpack[SamplingOptions]) -> Stream: ...
+    @overload
+    def generate(self, *, return_details: Literal[True], stream: Literal[False] = ...,
+                 progress: Callable[[int, int], object] | None = ..., **options: Unpack[SamplingOptions]) -> Result: ...
+    @overload
+    def generate(self, *, stream: Literal[False] = ..., return_details: Literal[False] = ...,
+                 progress: Callable[[int, int], object] | None = ..., **options: Unpack[SamplingOptions]) -> str: ...
+
+    def generate(
+        self, *, stream: bool = False, return_details: bool = False, progress: Callable[[int, int], object] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> str | Result | Stream:
+        """Continue the sequence. Options are those of `Sampling`.
+
+        Returns the text; a `Result` with return_details=True; with stream=True an iterator of pieces. The sampled tokens are
+        part of the session afterwards, up to the one that ended the output or completed a stop string.
+        `progress(done, total)` follows the computing of a long prompt.
+        """
+        self._check_not_streaming()
+        running = Stream(self, Sampling(**options), self.model._detokenizer(), owns_session=False, report=progress)
+        return finished(running, stream, return_details)
+
+    def cancel(self) -> None:
+        """End the session's work at the next step; tokens not yet computed are dropped. From any thread."""
+        with self._handle.lock:
+            call(lib.hsr_session_cancel, self._handle.pointer)
+
+    # ---- facts and end
+
+    def stats(self) -> SessionStats:
+        """Counters of this session."""
+        native = new_struct("hsr_session_stats")
+        with self._handle.lock:
+            call(lib.hsr_session_get_stats, self._handle.pointer, native)
+        values = {field.name: getattr(native, field.name) for field in fields(SessionStats)}
+        return SessionStats(**{**values, "kv_format": KV_NAMES.get(native.kv_format, "?"), "running": bool(native.running)})
+
+    def close(self) -> None:
+        """Free the session and its memory now; a second call does nothing. BusyError while another thread is inside."""
+        with self._exclusive():
+            self._handle.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._handle.closed
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    __reduce_ex__ = refuse_copies("session", "use fork() for a second one")
+
+    # ---- inside
+
+    def _exclusive(self) -> threading.Lock:
+        # Asking first and locking then is not atomic, but the lock statement is safe against Ctrl-C; who loses the race waits.
+        if self._inside.locked():
+            raise BusyError("another thread is using this session")
+        return self._inside
+
+    def _call(self, function: Callable[..., int], *arguments: Any, err: Any = None) -> int:
+        with self._exclusive():
+            return call(function, self._handle.pointer, *arguments, err=err)
+
+    def _check_not_streaming(self) -> None:
+        if self._streaming:
+            raise BusyError("a stream of this session is unfinished: read it to the end or close it")
+
+    def check_room(self, n: int) -> None:
+        """ContextError if n more tokens would not fit the context; for work that is done in several pieces."""
+        stats = self.stats()
+        if stats.n_tokens + n > stats.context:
+            raise ContextError(f"{n} tokens after {stats.n_tokens} do not fit a context of {stats.context}")
+
+    def _append(self, ids: npt.NDArray[np.int32]) -> None:
+        self._call(lib.hsr_session_append, ffi.from_buffer("int32_t[]", ids), ids.size)
+
+    def _tokens(self, first: int = 0) -> npt.NDArray[np.int32]:
+        n = ffi.new("uint64_t *", max(self.n_tokens - first, 0))
+        ids = np.empty(int(n[0]), dtype=np.int32)
+        self._call(lib.hsr_session_tokens, first, ffi.from_buffer("int32_t[]", ids, require_writable=True), n)
+        return ids[:int(n[0])]
+
+    # What a Stream does with its session.
+
+    def _begin(self, request: Any) -> None:
+        self._call(lib.hsr_session_generate, request)
+        self._streaming = True
+
+    def _next(self, event: Any, err: Any = None) -> int:
+        return self._call(lib.hsr_session_next, event, err=err)
+
+    def _compute_prompt(self, report: Callable[[int, int], object] | None) -> None:
+        """Compute a long prompt in a way that Ctrl-C can end and `report` can follow; hsr_session_next would only return with
+        the first token."""
+        stats = self.stats()
+        if stats.n_tokens - stats.n_computed <= self.model.chunk:
+            return
+        with watched(report) as callback:
+            self._call(lib.hsr_session_prefill, callback, ffi.NULL)
+
+    def _cancel_request(self) -> None:
+        """End a running request and throw its events away."""
+        self.cancel()
+        event = new_struct("hsr_event")
+        while self._next(event) != lib.HSR_AGAIN and event.kind == lib.HSR_EVENT_TOKEN:
+            pass
+
+    def _stop_request(self, keep: int) -> None:
+        """End a running request; tokens sampled ahead of what was delivered are forgotten."""
+        self._cancel_request()
+        if self.n_tokens > keep:
+            self._call(lib.hsr_session_truncate, keep)
+
+    def _end_stream(self, keep: int, close: bool) -> None:
+        """The stream is over, by whatever way: free the session, or leave it with `keep` tokens at most."""
+        self._streaming = False
+        if self.closed:
+            return
+        if self._inside.locked():  # another thread still reads the stream
+            self.cancel()
+            with self._inside:
+                pass
+        if close:
+            self.close()
+        elif self.stats().running:
+            self._stop_request(keep)
+
+
+@overload
+def finished(running: Stream, stream: Literal[False], return_details: Literal[False]) -> str: ...
+@overload
+def finished(running: Stream, stream: bool, return_details: bool) -> str | Result | Stream: ...
+
+
+def finished(running: Stream, stream: bool, return_details: bool) -> str | Result | Stream:
+    """What a generate call returns."""
+    if stream:
+        return running
+    text = running.read()
+    return running.result if return_details else text

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# The slow checks behind "make check": other compilers, warnings as errors, sanitizers, old processors, another architecture.
+# Expects what "make test" prepares. A step whose tool is missing says so and is left out; any failure ends the script.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/bootstrap.sh check
+
+has() { command -v "$1" >/dev/null; }
+step() { printf '\n== %s\n' "$*"; }
+left_out=()
+
+# configure FOLDER OPTION...: set a build folder up once, keep it for the next time
+configure() {
+    local dir=$1
+    shift
+    if [ ! -f "$dir/build.ninja" ]; then
+        rm -rf "$dir"
+        meson setup "$dir" "$@" >"build/setup.log" || { cat build/setup.log; exit 1; }
+    fi
+}
+
+build() { ninja -C "$1" --quiet all meson-test-prereq; }
+
+# Test programs are compiled too, so one -Werror build covers all C files.
+step "warnings as errors: gcc"
+CC=gcc configure build/werror-gcc --werror
+build build/werror-gcc
+
+step "warnings as errors: clang"
+if has clang; then
+    CC=clang configure build/werror-clang --werror
+    build build/werror-clang
+    meson test -C build/werror-clang --quiet --print-errorlogs
+else
+    left_out+=(clang)
+fi
+
+step "address and undefined-behaviour sanitizers: C tests, then Python tests"
+CC=gcc configure build/asan -Dwheel=true -Dbuildtype=debugoptimized -Db_sanitize=address,undefined \
+    -Dprefix="$PWD/build/asan/root" -Dpython.platlibdir=site -Dpython.purelibdir=site
+build build/asan
+export ASAN_OPTIONS=abort_on_error=0:allocator_may_return_null=1
+export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
+meson test -C build/asan --quiet --print-errorlogs --timeout-multiplier 4
+meson install -C build/asan --quiet
+# Python itself leaks by design, so leaks are looked for in the C tests only. The checks of the build look at the release build.
+LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=$ASAN_OPTIONS:detect_leaks=0 \
+    PYTHONPATH=build/asan/root/site python -m pytest -q tests/python -m "not slow"
+
+step "thread sanitizer: C tests"
+CC=gcc configure build/tsan -Dbuildtype=debugoptimized -Db_sanitize=thread
+build build/tsan
+# Without address randomisation: the sanitizer's fixed shadow does not fit every layout of recent kernels.
+TSAN_OPTIONS=halt_on_error=1 meson test -C build/tsan --quiet --print-errorlogs --timeout-multiplier 8 \
+    --wrapper "setarch $(uname -m) -R"
+
+step "processors without AVX, with AVX2 (emulated)"
+if [ "$(uname -m)" = x86_64 ] && has qemu-x86_64; then
+    for cpu in Nehalem Haswell; do
+        meson test -C build/werror-gcc --quiet --print-errorlogs --timeout-multiplier 10 --wrapper "qemu-x86_64 -cpu $cpu"
+    done
+else
+    left_out+=(qemu-x86_64)
+fi
+
+step "aarch64 (cross-compiled, emulated)"
+if has aarch64-linux-gnu-gcc; then
+    configure build/aarch64 --cross-file tests/cross/aarch64.ini --werror
+    build build/aarch64
+    if has qemu-aarch64; then
+        meson test -C build/aarch64 --quiet --print-errorlogs --timeout-multiplier 10
+    fi
+else
+    left_out+=(aarch64-linux-gnu-gcc)
+fi
+
+printf '\ncheck: all passed%s\n' "${left_out:+; left out for want of a tool: ${left_out[*]}}"
