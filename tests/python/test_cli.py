@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line, as a person uses it: output, exit codes, one-line errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import hisparse_rt as hs
+import numpy as np
+import pytest
+import tiny
+from hisparse_rt.commands.inspect import largest_context
+
+TEMPLATE = (
+    "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+COMMANDS = ["convert", "generate", "chat", "logits", "inspect", "bench"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    cfg = tiny.config(max_position_embeddings=4096, eos_token_id=tiny.NULL)
+    return tiny.write_hf(tmp_path_factory.mktemp("source"), cfg, tiny.weights(cfg), chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def path(folder, tmp_path_factory):
+    """A converted model, made by the command itself."""
+    path = tmp_path_factory.mktemp("model") / "tiny.hsr"
+    done = run("convert", folder, path, "--dtype", "f32")
+    assert done.returncode == 0 and "llama f32" in done.stdout, done.stderr
+    return path
+
+
+def command(*arguments) -> list[str]:
+    return [sys.executable, "-m", "hisparse_rt.cli", *map(os.fspath, map(_text, arguments))]
+
+
+def _text(value) -> str | bytes | os.PathLike:
+    return value if isinstance(value, (bytes, os.PathLike)) else str(value)
+
+
+def run(*arguments, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, **({"stdin": subprocess.DEVNULL} | options))
+
+
+def fails(*arguments, code: int = 1, text: str = "", **options) -> str:
+    """The command ends with `code` and one line on stderr (wrong usage: the usage and one line), and prints nothing else."""
+    done = run(*arguments, **options)
+    lines = done.stderr.strip().splitlines()
+    assert (done.returncode, done.stdout) == (code, ""), done
+    assert "Traceback" not in done.stderr and lines[-1].startswith("hisparse-rt") and re.search(text, lines[-1]), done.stderr
+    assert code == 2 or len(lines) == 1
+    return lines[-1]
+
+
+# ---- help and usage ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name) -> None:
+    done = run(name, "--help")
+    assert done.returncode == 0 and "usage: hisparse-rt " + name in done.stdout and done.stderr == ""
+
+
+def test_help_names_every_command() -> None:
+    done = run("--help")
+    assert done.returncode == 0 and all(name in done.stdout for name in COMMANDS)
+    assert run("--version").stdout.strip() == f"hisparse-rt {hs.__version__}"
+
+
+def test_wrong_usage(path) -> None:
+    fails(code=2)
+    fails("dance", code=2, text="dance")
+    fails("generate", code=2, text="MODEL")
+    fails("generate", path, "-p", "x", "--ram", "lots", code=2, text="4GiB")
+    fails("generate", path, "-p", "x", "--kv", "f8", code=2, text="f8")
+    fails("generate", path, "-p", "x", "--raw", "--system", "s", code=2, text="--system")
+    fails("bench", path, "--depths", "64,x", code=2, text="64,x")
+    fails("bench", path, "--depths", "0", code=2)
+    fails("bench", path, "--repeats", "0", code=2, text="--repeats")
+
+
+# ---- generate ---------------------------------------------------------------------------------------------------
+
+
+def test_generate(path) -> None:
+    done = run("generate", path, "-p", "hello", "--max-tokens", 12)
+    with hs.load(path, threads=1, ram="16MiB") as model:
+        assert done.stdout == model.chat("hello", max_tokens=12) + "\n"
+        raw = hs.generate(model, "hello", max_tokens=12)
+    assert re.fullmatch(
+        r"prompt \d+ tokens, generated 12 \(length\), prefill [\d.]+ tok/s, decode [\d.]+ tok/s, KV [\d.]+ \w+\n", done.stderr
+    )  # fmt: skip
+    assert run("generate", path, "-p", "hello", "--max-tokens", 12, "--raw").stdout == raw + "\n"
+    assert run("generate", path, "--max-tokens", 12, "--raw", input="hello", stdin=None).stdout == raw + "\n"
+
+
+def test_generate_json(path) -> None:
+    arguments = ("generate", path, "-p", "hello", "--max-tokens", 6, "--json", "--temperature", 1.5, "--threads", 1, "--isa", "reference")
+    first = json.loads(run(*arguments, "--seed", 3).stdout)
+    assert first == json.loads(run(*arguments, "--seed", 3).stdout) | {
+        key: first[key] for key in ("prefill_tokens_per_second", "decode_tokens_per_second")
+    }
+    assert (first["seed"], first["threads"], first["isa"], first["dtype"], len(first["tokens"])) == (3, 1, "reference", "f32", 6)
+    free = json.loads(run(*arguments).stdout)
+    assert json.loads(run(*arguments, "--seed", free["seed"]).stdout)["text"] == free["text"]
+
+
+def test_generate_fails_in_one_line(path, tmp_path) -> None:
+    fails("generate", tmp_path / "no.hsr", "-p", "x", text="no.hsr")
+    (tmp_path / "junk.hsr").write_bytes(b"junk")
+    fails("generate", tmp_path / "junk.hsr", "-p", "x", text="junk.hsr")
+    fails("generate", path, "-p", "x", "--temperature", "nan", text="temperature")
+    fails("generate", path, "-p", "x", "--max-tokens", "-1", text="max_tokens")
+    fails("generate", path, "-p", "x", "--threads", "-1", text="threads")
+    fails("generate", path, "-p", "x", "--seed", "-1", text="seed")
+    fails("generate", path, "-p", "x " * 5000, text=r"\d{4,}.*4096")
+    fails("generate", path, "-p", "x", "--context", "5000", text="5000")
+    fails("generate", path, "-p", "", "--raw", text="empty prompt")
+    assert run("generate", path, "-p", "x", "--context", "5000", "--beyond-trained", "--max-tokens", "1").returncode == 0
+
+
+def test_no_template_is_explained(tmp_path, tmp_path_factory) -> None:
+    tiny.write_hf(tmp_path / "plain")
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    fails("generate", tmp_path / "plain", "-p", "x", text="no chat template", env=environment)
+    done = run("generate", tmp_path / "plain", "-p", "x", "--raw", "--max-tokens", 2, env=environment)
+    assert done.returncode == 0 and len(list((tmp_path / "cache" / "hisparse_rt").iterdir())) == 1
+
+
+def test_a_reader_that_leaves(path) -> None:
+    process = subprocess.Popen(command("generate", path, "-p", "x", "--max-tokens", 4000), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(1)
+    process.stdout.close()
+    assert (process.wait(60), process.stderr.read()) == (1, b"")
+    process.stderr.close()
+
+
+def test_a_terminal_that_cannot_show_everything(path) -> None:
+    done = run("generate", path, "-p", "x", "--max-tokens", 40, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and done.stdout.isascii()
+
+
+def test_closed_output_is_no_reason_to_fail(path) -> None:
+    done = subprocess.run(
+        command("generate", path, "-p", "x", "--max-tokens", 2), preexec_fn=lambda: [os.close(fd) for fd in (0, 1, 2)], timeout=60
+    )
+    assert done.returncode == 0
+
+
+def test_ctrl_c_ends_quietly(path) -> None:
+    process = subprocess.Popen(command("generate", path, "-p", "x", "--max-tokens", 4000), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, b"")
+
+
+# ---- chat -------------------------------------------------------------------------------------------------------
+
+
+def test_chat_from_a_file(path, tmp_path) -> None:
+    transcript = tmp_path / "talk.json"
+    lines = f"hello\n/stats\n/save {transcript}\n/dance\n/save\n\n/help\n/reset\nagain\n/exit\nnever\n"
+    done = run("chat", path, "--max-tokens", 5, "--system", "brief", input=lines, stdin=None)
+    assert done.returncode == 0 and "Traceback" not in done.stderr
+    with hs.load(path, threads=1, ram="16MiB") as model:
+        answers = [model.chat(text, system="brief", max_tokens=5) for text in ("hello", "again")]
+    assert done.stdout == "".join(answer + "\n" for answer in answers)
+    saved = json.loads(transcript.read_text())["messages"]
+    assert [message["content"] for message in saved] == ["brief", "hello", answers[0]]
+    assert transcript.stat().st_mode & 0o77 == 0
+    for text in ("context ", "prefill", "unknown command /dance", "needs a file name", "/reset"):
+        assert text in done.stderr
+    assert run("chat", path, input="hello", stdin=None).returncode == 0
+
+
+def test_a_failing_turn_does_not_end_the_chat(path) -> None:
+    done = run("chat", path, "--max-tokens", 3, "--context", "64", input=f"{'x ' * 100}\nhi\n/stats\n/save /no/such/folder/x\n", stdin=None)
+    assert done.returncode == 0 and done.stdout.count("\n") == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 2 and "64" in errors[0] and "/no/such" in errors[1]
+
+
+def test_ctrl_c_stops_the_answer_not_the_chat(path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(sys.executable, command("chat", path, "--max-tokens", 4000, "--isa", "reference"), os.environ | {"TERM": "dumb"})
+
+    seen = ""
+
+    def read_past(text: str) -> None:
+        nonlocal seen
+        deadline = time.monotonic() + 60
+        while text not in seen:
+            assert time.monotonic() < deadline, seen
+            if select.select([terminal], [], [], 1)[0]:
+                seen += os.read(terminal, 4096).decode("utf-8", "replace")
+        seen = seen.partition(text)[2]
+
+    try:
+        read_past("> ")
+        os.write(terminal, b"hello\r")
+        read_past("hello\r\n")
+        while not seen:  # the answer has begun
+            seen += os.read(terminal, 4096).decode("utf-8", "replace")
+        os.write(terminal, b"\x03")
+        read_past("(stopped)")
+        read_past("> ")
+        os.write(terminal, b"/stats\r")
+        read_past("context ")
+        read_past("> ")
+        os.write(terminal, b"\x03")
+        read_past("/exit leaves")
+        read_past("> ")
+        os.write(terminal, b"/exit\r")
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    finally:
+        os.close(terminal)
+
+
+# ---- logits -----------------------------------------------------------------------------------------------------
+
+
+def test_logits(path, tmp_path) -> None:
+    ids = [5, 9, 200, 7, 7, 319, 42]
+    (tmp_path / "ids.json").write_text(json.dumps(ids))
+    for chunk in (512, 3):
+        done = run("logits", path, "--ids", tmp_path / "ids.json", "--out", tmp_path / "out.f32", "--chunk", chunk)
+        assert (done.returncode, done.stdout) == (0, ""), done.stderr
+        with hs.load(path, ram="16MiB") as model:
+            assert np.fromfile(tmp_path / "out.f32", "<f4").tobytes() == model.logits(ids).tobytes()
+    assert sorted(os.listdir(tmp_path)) == ["ids.json", "out.f32"]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [("[", "JSON"), ("{}", "list"), ("[]", "no token ids"), ("[1.5]", "1.5"), ("[true]", "bool"), ("[9999]", "9999"), ("[-1]", "-1"),
+     (json.dumps([1] * 5000), "5000")],
+)  # fmt: skip
+def test_logits_refuses(path, tmp_path, content, text) -> None:
+    (tmp_path / "ids.json").write_text(content)
+    fails("logits", path, "--ids", tmp_path / "ids.json", "--out", tmp_path / "out.f32", text=text)
+    fails("logits", path, "--ids", tmp_path / "none.json", "--out", tmp_path / "out.f32", text="none.json")
+    assert os.listdir(tmp_path) == ["ids.json"]
+
+
+def test_logits_to_a_folder_that_is_not_there(path, tmp_path) -> None:
+    (tmp_path / "ids.json").write_text("[1]")
+    fails("logits", path, "--ids", tmp_path / "ids.json", "--out", tmp_path / "no" / "out.f32", text="No such file")
+
+
+# ---- inspect ----------------------------------------------------------------------------------------------------
+
+
+def test_inspect(path) -> None:
+    facts = json.loads(run("inspect", path, "--json", "--ram", "64MiB", "--isa", "reference", "--threads", 1).stdout)
+    shape = [facts[key] for key in ("arch", "layers", "kv_heads", "vocab_size", "weight_dtype")]
+    assert shape == ["llama", 2, 2, tiny.VOCAB, "f32"]
+    assert facts["kv_format"] == "f32" and facts["kv_bytes_per_token"] == 2 * 16 * 4 * 2 * 2
+    assert sum(facts["weight_bytes_by_dtype"].values()) == facts["weight_bytes"]
+    assert facts["kv_budget_bytes"] == 64 << 20 and (facts["isa"], facts["threads"]) == ("reference", 1)
+    assert facts["tokenizer"]["tokens"] == tiny.VOCAB and facts["tokenizer"]["chat_template"] is True
+    assert facts["source"].startswith("sha256:")
+    table = run("inspect", path).stdout
+    for text in ("llama", "trained context", "4,096 tokens", "chat template: yes", "f32"):
+        assert text in table
+
+
+def test_the_largest_context_is_the_largest(path) -> None:
+    """What inspect promises for a budget is admitted, one page more is not."""
+    with hs.load(path, threads=1, ram="2MiB") as model:
+        n = largest_context(model.info.n_layers * model.info.n_kv_heads, 2 * model.info.head_dim * 4, 2)
+        with model.session(context=n + 1000, beyond_trained=True) as session:
+            session.append([5] * n)
+        with model.session(context=n + 1000, beyond_trained=True) as session, pytest.raises(hs.NoSpaceError):
+            session.append([5] * (n + 64))
+
+
+# ---- bench ------------------------------------------------------------------------------------------------------
+
+
+def test_bench(path, tmp_path) -> None:
+    done = run("bench", path, "--depths", "16,64", "--repeats", 2, "--decode-tokens", 4, "--json", tmp_path / "b.json", "--threads", 1)
+    assert done.returncode == 0 and "1 threads" in done.stderr and done.stdout.count("\n") == 3
+    report = json.loads((tmp_path / "b.json").read_text())
+    assert [row["depth"] for row in report["results"]] == [16, 64] and report["threads"] == 1
+    for row in report["results"]:
+        assert len(row["prefill_runs"]) == 2 and row["decode_tokens_per_second"] > 0 < row["kv_bytes"]
+    assert json.loads(run("bench", path, "--depths", "16", "--repeats", 1, "--json", "-").stdout)["results"][0]["depth"] == 16
+    fails("bench", path, "--depths", "8000", text="8000.*4096")
+
+
+# ---- convert, and what the package tells C programs -------------------------------------------------------------
+
+
+def test_convert_fails_in_one_line(tmp_path) -> None:
+    done = run("convert", tmp_path / "no", tmp_path / "x.hsr")
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and not (tmp_path / "x.hsr").exists()
+
+
+def test_the_config_tool() -> None:
+    def config(*arguments: str) -> subprocess.CompletedProcess:
+        return subprocess.run([sys.executable, "-m", "hisparse_rt", *arguments], capture_output=True, text=True, timeout=60)
+
+    package = Path(hs.__file__).resolve().parent
+    assert config("--version").stdout.strip() == hs.__version__
+    assert config("--cflags").stdout.strip() == f"-I{package / 'include'}"
+    both = config("--cflags", "--libs").stdout.split()
+    assert both == [f"-I{package / 'include'}", f"-L{package / '_native'}", "-lhisparse_rt", f"-Wl,-rpath,{package / '_native'}"]
+    assert config("--pkgconfigdir").stdout.strip() == str(package / "_native" / "pkgconfig")
+    assert config().returncode == 2
