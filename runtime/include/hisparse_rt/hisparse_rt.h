@@ -313,7 +313,7 @@ HSR_API hsr_status hsr_session_generate(hsr_session *session, const hsr_request 
 
 #define HSR_EVENT_TOKEN    1 /* one sampled token */
 #define HSR_EVENT_FINISHED 2 /* the request is over; reason says why */
-#define HSR_EVENT_FAILED   3 /* the request ended with status; the session's tokens are kept */
+#define HSR_EVENT_FAILED   3 /* the request ended with status, err has the text; the session's tokens are kept */
 
 #define HSR_FINISH_STOP    1 /* an eos or stop id was sampled; it is the last token event */
 #define HSR_FINISH_LENGTH  2 /* max_tokens or the context ceiling */
@@ -359,10 +359,11 @@ HSR_API hsr_status hsr_engine_step(hsr_engine *engine, hsr_event *events, uint32
  *  @since 0.1  @threads session  @blocks while computing  @alloc yes */
 HSR_API hsr_status hsr_session_logits(hsr_session *session, const int32_t *ids, uint64_t n, float *logits, uint64_t size, hsr_error *err);
 
-/** Compute all appended tokens now, without sampling: a prefill that can be followed with progress. `progress` may be
- *  NULL; otherwise it is called between steps, on the calling thread, with tokens done and tokens to do, and ends the
- *  call with HSR_E_CANCELLED by returning nonzero (what is computed stays).
- *  @return HSR_OK, HSR_E_CANCELLED, HSR_E_BUSY, HSR_E_NONFINITE, as hsr_session_next
+/** Compute all appended tokens now: a prefill that can be followed with progress. With a request running it returns as soon as
+ *  the request has its first event, which hsr_session_next then delivers without waiting. `progress` may be NULL; otherwise
+ *  it is called between steps, on the calling thread and without locks, with tokens done and tokens to do, and ends the call
+ *  with HSR_E_CANCELLED by returning nonzero; what is computed stays, and so does the request.
+ *  @return HSR_OK, HSR_E_CANCELLED (by the callback or by hsr_session_cancel), HSR_E_BUSY, or why the session failed
  *  @since 0.1  @threads session  @blocks while computing  @alloc no */
 HSR_API hsr_status hsr_session_prefill(hsr_session *session, int32_t (*progress)(void *user, uint64_t done, uint64_t total), void *user, hsr_error *err);
 
