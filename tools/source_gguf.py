@@ -15,7 +15,7 @@ from . import packing, rope, tokenizer_gguf
 from .errors import ConvertError, listed, shown
 from .files import RangeFile
 from .gguf_header import Header, TensorInfo, read_header
-from .packing import RUN, Encoded
+from .packing import RUN, Encoded, encode_q8_levels
 from .spec import Source, require_family, require_head_dim
 from .tensors import Permuted, Tensor
 
@@ -350,9 +350,11 @@ class Q4_0(_Grouped):
 
 class Q4_1(_Grouped):
     def encode(self, dtype: str, start: int, stop: int) -> Encoded:
-        if dtype != "q4":
+        if dtype not in ("q8", "q4"):
             return super().encode(dtype, start, stop)
         blocks = self._blocks(start, stop)
+        if dtype == "q8":
+            return encode_q8_levels(self.rows(start, stop), self._scales(blocks), self.name)
         return self._nibbles(blocks, 4).reshape(len(blocks), -1), self._scales(blocks), self._scales(blocks, 2)
 
 

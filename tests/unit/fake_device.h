@@ -187,13 +187,13 @@ static inline void fake_run(fake_device *fake, const fake_op *op)
         memcpy(dst, src, op->bytes);
 }
 
-/* A queue that fails has run half of its work. */
+/* A queue that fails has run half of its work, or none. */
 static inline hsr_status fake_wait(hsri_queue *q, hsr_error *err)
 {
     fake_queue *queue = (fake_queue *)q;
     fake_device *fake = fake_of(q->dev);
     hsr_status status = fake_fault(fake, "wait", err);
-    size_t n = status < 0 ? queue->n / 2 : queue->n;
+    size_t n = status == HSR_OK ? queue->n : fake->fail_at % 2 ? queue->n / 2 : 0;
     for (size_t i = 0; i < n; i++)
         fake_run(fake, &queue->ops[i]);
     queue->n = 0;

@@ -658,6 +658,32 @@ static void test_shared_again(void)
     world_end(&w);
 }
 
+/* Free slots on both sides of a shared block that has free slots, too: these are not for taking. */
+static void test_shared_between(void)
+{
+    world w;
+    world_init(&w, &shapes[0], 4);
+    hsri_slots parent, child;
+    uint32_t shared, own[5], entry;
+    hsri_slots_init(&parent, w.pool, 3);
+    hsri_slots_init(&child, w.pool, 3);
+    CHECK(hsri_slots_promise(&child, 5) && hsri_slots_promise(&parent, 1));
+    for (int i = 0; i < 3; i++)
+        CHECK(hsri_slots_take(&child, &own[i], NULL) == HSR_OK && hsri_entry_block(own[i]) == 0);
+    CHECK(hsri_slots_take(&parent, &shared, NULL) == HSR_OK && hsri_entry_block(shared) == 1);
+    CHECK(hsri_slots_share(&parent, &child, shared, NULL) == HSR_OK);
+    for (int i = 3; i < 5; i++)
+        CHECK(hsri_slots_take(&child, &own[i], NULL) == HSR_OK && hsri_entry_block(own[i]) == 2);
+    CHECK(hsri_slots_drop(&child, own[1]) == HSRI_NO_BLOCK && child.n_free == 2);
+    CHECK(hsri_slots_promise(&child, 2) && child.n_reserved == 0);
+    CHECK(hsri_slots_take(&child, &entry, NULL) == HSR_OK && entry == own[1]);
+    CHECK(hsri_slots_take(&child, &entry, NULL) == HSR_OK && hsri_entry_block(entry) == 2);
+    CHECK(hsri_slots_drop(&parent, shared) == 1 && hsri_slots_regain(&child, 1) && child.n_free == 2);
+    hsri_slots_clear(&parent, NULL, NULL);
+    hsri_slots_clear(&child, NULL, NULL);
+    world_end(&w);
+}
+
 /* A fork does not share pages whose sealing may have failed. */
 static void test_fork_in_doubt(void)
 {
@@ -959,6 +985,7 @@ int main(void)
     test_truncate_shared();
     test_failed_copy_on_write();
     test_shared_again();
+    test_shared_between();
     test_fork_in_doubt();
     test_fork_keeps_reservation();
     test_fragmentation();

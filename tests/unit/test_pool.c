@@ -90,7 +90,7 @@ static void test_spares(void)
     for (uint32_t i = 0; i < 64; i++)
         CHECK(hsri_pool_take(pool, &block, NULL) == HSR_OK && block == i);
     CHECK(fake.n_committed == 64);
-    for (uint32_t i = 0; i < 64; i++)
+    for (uint32_t i = 64; i-- > 0;)
         hsri_pool_release(pool, i);
     CHECK(fake.n_committed == SPARES);
     CHECK(hsri_pool_reserve(pool, SPARES));
