@@ -44,9 +44,11 @@ export ASAN_OPTIONS=abort_on_error=0:allocator_may_return_null=1
 export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 meson test -C build/asan --quiet --print-errorlogs --timeout-multiplier 4
 meson install -C build/asan --quiet
-# Python itself leaks by design, so leaks are looked for in the C tests only. The checks of the build look at the release build.
+# Python itself leaks by design, so leaks are looked for in the C tests only; and freed memory stays in quarantine, so resident
+# memory says nothing here.
 LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.so)" ASAN_OPTIONS=$ASAN_OPTIONS:detect_leaks=0 \
-    PYTHONPATH=build/asan/root/site python -m pytest -q tests/python -m "not slow"
+    PYTHONPATH=build/asan/root/site python -m pytest -q tests/python -m "not slow" \
+    --deselect tests/python/test_front.py::test_memory_does_not_grow_with_calls
 
 step "thread sanitizer: C tests"
 CC=gcc configure build/tsan -Dbuildtype=debugoptimized -Db_sanitize=thread

@@ -22,6 +22,8 @@
 /* Tokens per dense attention group (D5). */
 #define HSRI_GROUP_TOKENS 1024u
 #define HSRI_PAGE_HEADER_BYTES 64u
+/* The pool's unit: page table entries count in it. */
+#define HSRI_BLOCK_BYTES (1u << 20)
 
 /* A place in device memory. buf 0 is no buffer: an absent optional argument. */
 typedef struct hsri_ref {
@@ -123,6 +125,22 @@ typedef struct hsri_rope {
     uint32_t rotary_dim;
 } hsri_rope;
 
+/* Header at the start of every page slot, written when the page is sealed. 64 bytes, little-endian. */
+typedef struct hsri_page_header {
+    uint32_t magic;      /* HSRI_PAGE_MAGIC */
+    uint32_t crc32c;     /* of the slot's bytes behind this field; filled when the page is written home, else 0 */
+    uint64_t lineage;
+    uint32_t page;       /* index in the sequence */
+    uint16_t layer;
+    uint16_t head;
+    uint16_t format;     /* hsri_kv_type; encoded formats follow */
+    uint16_t head_dim;
+    float    error;      /* relative encoding error; 0 for plain formats */
+    uint8_t  reserved[32];
+} hsri_page_header;
+
+#define HSRI_PAGE_MAGIC 0x50525348u /* "HSRP" */
+
 /* A page to be sealed; device array. */
 typedef struct hsri_seal {
     uint64_t lineage;
@@ -218,7 +236,7 @@ void hsri_compound_fill(hsri_ops *ops);
 /* The CPU back end. isa is a concrete HSR_ISA_* level at or below hsri_cpu_isa(); operations split over n_threads threads. */
 hsr_status hsri_cpu_device_create(int32_t n_threads, int32_t isa, hsri_log *log, hsri_device **dev, hsr_error *err);
 
-/* A debugging back end over another one, which it owns: operations run later, on a thread of their own; copy_out targets hold
+/* A debugging back end over another one, which it owns from success on: operations run later, on a thread of their own; copy_out targets hold
  * poison until wait; copy_in sources are read late. Finds callers that depend on operations running at once. */
 hsr_status hsri_async_device_create(hsri_device *inner, hsri_device **dev, hsr_error *err);
 

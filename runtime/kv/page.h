@@ -19,7 +19,7 @@
 
 #include <stdint.h>
 
-#include "hisparse_rt/hisparse_rt.h"
+#include "device/device.h"
 
 typedef enum hsri_page_state {
     HSRI_PAGE_NONE,       /* no slot */
@@ -65,21 +65,5 @@ static inline int hsri_page_is_plain(uint32_t p, uint32_t q, uint32_t sink_pages
 {
     return p < sink_pages || p + window_pages > q;
 }
-
-/* Header at the start of every page slot, written when the page is sealed. 64 bytes, little-endian. */
-typedef struct hsri_page_header {
-    uint32_t magic;      /* HSRI_PAGE_MAGIC */
-    uint32_t crc32c;     /* of the slot's bytes behind this field; filled when the page is written home, else 0 */
-    uint64_t lineage;
-    uint32_t page;       /* index in the sequence */
-    uint16_t layer;
-    uint16_t head;
-    uint16_t format;     /* hsri_kv_type; encoded formats follow */
-    uint16_t head_dim;
-    float    error;      /* relative encoding error; 0 for plain formats */
-    uint8_t  reserved[32];
-} hsri_page_header;
-
-#define HSRI_PAGE_MAGIC 0x50525348u /* "HSRP" */
 
 #endif

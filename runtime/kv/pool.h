@@ -10,7 +10,6 @@
 
 #include "device/device.h"
 
-#define HSRI_BLOCK_BYTES (1u << 20)
 #define HSRI_NO_BLOCK UINT32_MAX
 
 typedef struct hsri_pool hsri_pool;

@@ -16,6 +16,8 @@ import hisparse_rt as hs
 import numpy as np
 import pytest
 from hisparse_rt.tools.convert import convert
+from hisparse_rt.tools.dequantise import dequantise
+from hisparse_rt.tools.perplexity import perplexity
 
 pytestmark = pytest.mark.slow
 
@@ -152,3 +154,16 @@ def test_chunks_and_threads_change_no_bit(smollm2, dtype):
         assert smollm2.model(dtype).logits(SHORT["ids"], chunk=chunk).tobytes() == whole.tobytes(), f"chunks of {chunk}"
     with hs.load(smollm2.path(dtype), threads=1, kv="f32") as alone:
         assert alone.logits(SHORT["ids"]).tobytes() == whole.tobytes(), "one thread"
+
+
+@pytest.mark.parametrize("dtype, bound", [("q8", 0.002), ("q4", 0.005)])
+def test_kernels_compute_what_the_weights_say(smollm2, tmp_path, dtype, bound):
+    """Perplexity of packed weights against the same numbers decoded to f32: the error of the arithmetic, not of the grid."""
+    ids = np.array([token for prompt in PROMPTS[:6] for token in prompt["ids"] + prompt["greedy"]], dtype=np.int32)
+    plain = tmp_path / "plain.hsr"
+    dequantise(smollm2.path(dtype), plain)
+    with hs.load(plain, kv="f32", threads=2) as model:
+        want, _ = perplexity(model, ids, 512)
+    with hs.load(smollm2.path(dtype), kv="f32", threads=2) as model:
+        got, _ = perplexity(model, ids, 512)
+    assert abs(got / want - 1) < bound

@@ -14,7 +14,6 @@
 #include "base/array.h"
 #include "base/status.h"
 
-#define BLOCK_BYTES (1u << 20)
 #define GROUP_PAGES (HSRI_GROUP_TOKENS / HSRI_PAGE_TOKENS)
 #define CHUNK 4096u                    /* elements of an item of an elementwise operation */
 
@@ -343,7 +342,7 @@ static page_table pages_of(const hsri_cpu_device *dev, const hsri_kv_view *kv, c
 
 static uint8_t *slot_at(uint8_t *pool, uint32_t entry, uint32_t slot_bytes)
 {
-    return pool + (uint64_t)(entry >> 8) * BLOCK_BYTES + (uint64_t)(entry & 0xFF) * slot_bytes;
+    return pool + (uint64_t)(entry >> 8) * HSRI_BLOCK_BYTES + (uint64_t)(entry & 0xFF) * slot_bytes;
 }
 
 static uint8_t *page_at(const page_table *t, uint32_t page) { return slot_at(t->pool, t->entries[page * t->stride], t->slot_bytes); }
@@ -429,20 +428,6 @@ static void cpu_rope_append(hsri_queue *q, const hsri_batch *batch, const hsri_k
     run_items(dev, hsri_div_up(n, APPEND_TOKENS), n * width, append_run, &job);
 }
 
-/* The header of a page slot, hsri_page_header of kv/page.h, written field by field: that layer lies above this one. */
-typedef struct page_header {
-    uint32_t magic, crc32c;
-    uint64_t lineage;
-    uint32_t page;
-    uint16_t layer, head, format, head_dim;
-    float    error;
-    uint8_t  reserved[32];
-} page_header;
-
-_Static_assert(sizeof(page_header) == HSRI_PAGE_HEADER_BYTES, "a page header fills its place");
-
-#define PAGE_MAGIC 0x50525348u
-
 static void cpu_seal(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n)
 {
     hsri_cpu_device *dev = cpu_of(q);
@@ -450,7 +435,7 @@ static void cpu_seal(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint3
     uint8_t         *pool = hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0);
 
     for (uint32_t i = 0; i < n; i++) {
-        page_header header = { .magic = PAGE_MAGIC, .lineage = seals[i].lineage, .page = seals[i].page, .layer = seals[i].layer,
+        hsri_page_header header = { .magic = HSRI_PAGE_MAGIC, .lineage = seals[i].lineage, .page = seals[i].page, .layer = seals[i].layer,
                                .head = seals[i].head, .format = seals[i].format, .head_dim = (uint16_t)kv->head_dim };
 
         memcpy(slot_at(pool, seals[i].entry, kv->slot_bytes[seals[i].format]), &header, sizeof header);
