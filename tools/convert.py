@@ -59,7 +59,9 @@ def convert(
     began = time.monotonic()
     if dtype not in DTYPES:
         raise ConvertError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    source_path, path = os.fsdecode(src), os.fsdecode(dst)
+    source_path, path = _name("source", src), _name("destination", dst)
+    if os.path.islink(path):
+        path = os.path.realpath(path)  # the file it leads to is replaced, not the link
     _check_destination(path)
     source = _open(source_path, allow_unknown_pretokenizer)
     try:
@@ -75,6 +77,13 @@ def convert(
     finally:
         source.close()
     return ConvertReport(source.arch, dtype, len(plan), size, time.monotonic() - began, tuple(source.warnings), mark)
+
+
+def _name(role: str, path: Path) -> str:
+    name = os.fsdecode(path)
+    if not name or "\0" in name:
+        raise ConvertError(f"the name of the {role} {'has a NUL character in it' if name else 'is empty'}")
+    return name
 
 
 def _check_destination(path: str) -> None:

@@ -9,7 +9,7 @@ import json
 import sys
 from contextlib import contextmanager
 
-from .errors import ConvertError, shown
+from .errors import shown
 from .packing import DTYPES
 
 
@@ -27,22 +27,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Convert and report; a ConvertError is the caller's to show."""
     from .convert import convert  # late: other commands share this program and need none of what it imports
 
-    try:
-        with _bar(sys.stderr.isatty() if args.progress is None else args.progress) as progress:
-            report = convert(
-                args.src,
-                args.dst,
-                args.dtype,
-                progress=progress,
-                skip_unknown=args.skip_unknown,
-                allow_unknown_pretokenizer=args.allow_unknown_pretokenizer,
-            )
-    except ConvertError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    for text in report.warnings:
+    with _bar(args.progress) as progress:
+        report = convert(
+            args.src,
+            args.dst,
+            args.dtype,
+            progress=progress,
+            skip_unknown=args.skip_unknown,
+            allow_unknown_pretokenizer=args.allow_unknown_pretokenizer,
+        )
+    for text in report.warnings if sys.stderr is not None else ():  # print(file=None) would write to stdout
         print(f"warning: {text}", file=sys.stderr)
     if args.json:
         print(json.dumps(dataclasses.asdict(report)))
@@ -53,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextmanager
-def _bar(wanted: bool):
+def _bar(wanted: bool | None):
     """A progress callback that drives a bar on stderr, or None."""
-    if not wanted:
+    if sys.stderr is None or not (sys.stderr.isatty() if wanted is None else wanted):
         yield None
         return
     from tqdm import tqdm

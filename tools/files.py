@@ -82,10 +82,10 @@ def parse_json_object(text: str, where: str, pairs_hook: Callable[[list], dict] 
         value = json.loads(text, object_pairs_hook=pairs_hook)
         if "\\u" in text:
             json.dumps(value, ensure_ascii=False).encode("utf-8")  # escapes can spell half characters, which no text can hold
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConvertError(f"{where} is not valid JSON: {error}") from error
     except UnicodeEncodeError as error:
         raise ConvertError(f"{where} is not valid JSON: it holds half a character") from error
+    except (ValueError, RecursionError) as error:  # also numbers of more digits than Python takes
+        raise ConvertError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConvertError(f"{where} is not a JSON object")
     return value

@@ -13,6 +13,7 @@ from .errors import ConvertError
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _ALIASES = {"su": "longrope"}
+_LARGEST = 1e30  # the runtime refuses settings from here on
 
 
 @dataclass(frozen=True)
@@ -126,20 +127,20 @@ def _of_kind(params: dict, inv_freq: np.ndarray, max_position: int) -> Rope:
 
 
 def number(params: dict, key: str, default: float | None = None) -> float:
-    """A positive finite number, also when it is spelled as a string."""
+    """A positive number that a model file may hold, also when it is spelled as a string."""
     value = params.get(key)
     if value is None:
         if default is None:
-            raise ConvertError(f"rope setting {key!r} is missing")
+            raise ConvertError(f"setting {key!r} is missing")
         return default
     try:
         if isinstance(value, bool):
             raise ValueError
         result = float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConvertError(f"rope setting {key!r} is {value!r}, not a number") from error
-    if not (math.isfinite(result) and result > 0):
-        raise ConvertError(f"rope setting {key!r} is {value!r}, not a positive finite number")
+        raise ConvertError(f"setting {key!r} is {value!r}, not a number") from error
+    if not 0 < result < _LARGEST:
+        raise ConvertError(f"setting {key!r} is {value!r}, not a positive number below {_LARGEST:g}")
     return result
 
 

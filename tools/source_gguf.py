@@ -89,7 +89,7 @@ class _Metadata:
         if not self.arch:
             raise ConvertError(f"{where} has no general.architecture")
         if self.arch == "hisparse":
-            raise ConvertError(f"{where} is already converted")
+            raise ConvertError(f"{where} is already converted; a name that ends in .hsr loads as it is")
 
     def text(self, key: str) -> str:
         value = self.values.get(key, "")

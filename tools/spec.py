@@ -5,6 +5,7 @@ Tensors go by canonical names: those of GGUF, such as `blk.3.attn_q.weight`. Sou
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from .errors import ConvertError, listed
@@ -65,6 +66,21 @@ def require_head_dim(head_dim: int, where: str) -> None:
         raise ConvertError(f"{where}: head_dim {head_dim} is odd")
     if head_dim > MAX_HEAD_DIM:
         raise ConvertError(f"{where}: head_dim {head_dim} is above {MAX_HEAD_DIM}")
+
+
+def sampling_defaults(values: dict, where: str, warnings: list[str]) -> dict:
+    """Recommended sampling options: numbers only, as they reach users by their own names."""
+    good = {key: value for key, value in values.items() if value is not None and _is_sampling_value(key, value)}
+    bad = [f"{key} {value!r}" for key, value in values.items() if value is not None and key not in good]
+    if bad:
+        warnings.append(f"{where}: ignored what is no sampling option: {', '.join(bad)}")
+    return good
+
+
+def _is_sampling_value(key: str, value: object) -> bool:
+    if key == "do_sample" or isinstance(value, bool):
+        return key == "do_sample" and isinstance(value, bool)
+    return isinstance(value, (int, float)) and math.isfinite(value)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from .errors import ConvertError, listed
-from .spec import TokenizerData
+from .spec import TokenizerData, sampling_defaults
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 
@@ -56,7 +56,8 @@ def _splitters() -> dict[str, _Splitter]:
 
 def read(where: str, metadata: dict[str, Any], allow_unknown: bool, warnings: list[str]) -> TokenizerData:
     keys = _Keys(where, metadata)
-    data = TokenizerData(chat_template=keys.text("tokenizer.chat_template") or None, generation=_generation(metadata))
+    generation = sampling_defaults(_generation(metadata), where, warnings)
+    data = TokenizerData(chat_template=keys.text("tokenizer.chat_template") or None, generation=generation)
     model = keys.text("tokenizer.ggml.model")
     if model in ("", "none", "no_vocab"):
         warnings.append("the file has no tokenizer; the model will take token ids only")
@@ -153,7 +154,7 @@ def _special_tokens(keys: _Keys, vocabulary: _Vocabulary) -> dict[str, str]:
 def _generation(metadata: dict[str, Any]) -> dict:
     names = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "penalty_repeat": "repetition_penalty"}
     values = {name: metadata.get(f"general.sampling.{key}") for key, name in names.items()}
-    return {name: float(str(np.float32(v))) if isinstance(v, float) else v for name, v in values.items() if isinstance(v, (int, float))}
+    return {name: float(str(np.float32(value))) if isinstance(value, float) else value for name, value in values.items()}
 
 
 def _frame(tokenizer: Tokenizer, keys: _Keys, vocabulary: _Vocabulary, data: TokenizerData, add_bos: bool) -> None:

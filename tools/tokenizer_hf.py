@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from .errors import ConvertError, listed, shown
 from .files import RangeFile, read_json_object, read_text
-from .spec import TokenizerData
+from .spec import TokenizerData, sampling_defaults
 
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _OTHER_FORMATS = ("tokenizer.model", "tekken.json", "vocab.json")
@@ -24,8 +24,8 @@ def read(folder: str, config: dict, files: list[RangeFile], warnings: list[str])
     data = TokenizerData()
     tokenizer = _read_tokenizer(folder, data, files, warnings)
     data.special_tokens = _special_tokens(settings, _optional_json(folder, "special_tokens_map.json", files))
-    data.chat_template = _chat_template(folder, settings, files, warnings)
-    data.generation = {key: generation[key] for key in _SAMPLING if generation.get(key) is not None}
+    data.chat_template = _chat_template(folder, settings, files, warnings) or None
+    data.generation = sampling_defaults({key: generation.get(key) for key in _SAMPLING}, "generation_config.json", warnings)
     places = [("generation_config.json", generation), ("config.json", config)]
     for name, values in places:
         data.eos += [i for i in _ids(values.get("eos_token_id"), f"{name}: eos_token_id") if i not in data.eos]

@@ -62,7 +62,7 @@ class Handle:
     def __init__(self, owner: object, kind: str, destroy: Callable[[Any, Any], int], keep: object = None) -> None:
         self.box = ffi.new(f"{kind} **")
         self.lock = threading.Lock()  # held while the pointer is used by a call that any thread may make, and while it is cleared
-        self._name = kind.removeprefix("hsr_")
+        self._name = kind.removeprefix("hsr_").replace("engine", "model")  # users know a model that has an engine
         self._destroy = destroy
         self._finalizer = weakref.finalize(owner, _destroy_quietly, self.box, destroy, keep)
 

@@ -8,35 +8,53 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .errors import InvalidError
+from .errors import InvalidError, TemplateError
 from .template import ChatTemplate
 from .tokenizer import TextCodec
 
 Message: TypeAlias = Mapping[str, Any]
-"""{"role": "system" | "user" | "assistant" | ..., "content": text, ...}"""
+"""{"role": "system" | "user" | "assistant" | ..., "content": text, ...}; content may also be a list of {"type": "text", "text": ...}"""
 
 
 def as_messages(messages: str | Sequence[Message], system: str | None = None, history: Sequence[Message] | None = None) -> list[Message]:
     """One list out of a user's text or a list of messages, a system prompt in front and earlier messages between them."""
     if isinstance(messages, str):
-        turns: list[Message] = [{"role": "user", "content": messages}]
-    else:
-        turns = list(messages)
-    turns = [*(history or ()), *turns]
+        messages = [{"role": "user", "content": messages}]
+    elif not isinstance(messages, Sequence) or isinstance(messages, bytes):
+        raise TypeError(f"a chat takes a text or a list of messages, not {type(messages).__name__}")
+    turns = [_checked(position, turn) for position, turn in enumerate([*(history or ()), *messages])]
     if system is not None:
-        if turns and turns[0].get("role") == "system":
+        if turns and turns[0]["role"] == "system":
             raise InvalidError("two system prompts: give system=, or a message with the role system, not both")
-        turns.insert(0, {"role": "system", "content": system})
+        turns.insert(0, _checked(0, {"role": "system", "content": system}))
     if not turns:
         raise InvalidError("no messages: chat needs at least one")
-    for position, turn in enumerate(turns):
-        if not isinstance(turn, Mapping):
-            raise TypeError(f"message {position} is a {type(turn).__name__}, not a dict with role and content")
-        if not isinstance(turn.get("role"), str):
-            raise InvalidError(f"message {position} has no role")
-        if "content" not in turn and "tool_calls" not in turn:
-            raise InvalidError(f"message {position} has no content")
     return turns
+
+
+def _checked(position: int, turn: Any) -> Message:
+    """A message with a role, and text as its content. Templates would put anything else into the text as Python spells it."""
+    if not isinstance(turn, Mapping):
+        raise TypeError(f"message {position} is a {type(turn).__name__}, not a dict with role and content")
+    if not isinstance(turn.get("role"), str):
+        raise InvalidError(f"message {position} has no role")
+    content = turn.get("content")
+    if content is None:
+        if "tool_calls" not in turn:
+            raise InvalidError(f"message {position} has no content")
+        return turn
+    if isinstance(content, (list, tuple)):
+        return {**turn, "content": "\n".join(_part_text(position, part) for part in content)}
+    if not isinstance(content, str):
+        raise TypeError(f"the content of message {position} is a {type(content).__name__}, not text")
+    return turn
+
+
+def _part_text(position: int, part: Any) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise InvalidError(f"message {position} has a part of type {kind!r}; only parts of type 'text' are possible")
+    return str(part["text"])
 
 
 def chat_ids(
@@ -54,7 +72,10 @@ def chat_ids(
     rendered = template.render(
         safe, tools=texts.protect(tools), add_generation_prompt=add_generation_prompt, variables=texts.protect(dict(variables or {}))
     )
-    return codec.checked(codec.with_prefix(texts.encode(rendered)))
+    ids = texts.encode(rendered)
+    if not ids:
+        raise TemplateError("the model's chat template makes nothing of these messages")
+    return codec.checked(codec.with_prefix(ids))
 
 
 def chat_text(codec: TextCodec, template: ChatTemplate, messages: Sequence[Message], **options: Any) -> str:

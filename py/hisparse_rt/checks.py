@@ -29,5 +29,7 @@ def real(name: str, value: Any) -> float:
         raise TypeError(f"{name} must be a number, not {value!r}")
     try:
         return float(value)
-    except (TypeError, OverflowError):
+    except OverflowError:
+        raise InvalidError(f"{name} is too large") from None
+    except TypeError:
         raise TypeError(f"{name} must be a number, not {value!r}") from None

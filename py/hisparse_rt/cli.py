@@ -3,32 +3,68 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 from . import __version__
-from .commands import bench, chat, convert, generate, inspect, logits
+from .commands import bench, chat, common, convert, generate, inspect, logits
 from .errors import HisparseError
+from .tools.errors import ConvertError
 
 _COMMANDS = {"convert": convert, "generate": generate, "chat": chat, "logits": logits, "inspect": inspect, "bench": bench}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return its exit code: 0 done, 1 failed (one line on stderr says why), 2 wrong usage, 130 interrupted."""
-    args = _parser().parse_args(arguments)
     try:
-        code: int = args.run(args)
-        if sys.stdout is not None:
-            sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # the reader of our output has gone; a later flush must not meet the closed pipe again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with _clean_end():
+            args = _parser().parse_args(arguments)
+            code: int = args.run(args)
+            common.write("")
+            return code
+    except BrokenPipeError:  # the reader of our output has gone
         return 1
     except KeyboardInterrupt:
         return 130
-    except (HisparseError, OSError) as error:
+    except (HisparseError, ConvertError, OSError) as error:
         _say_error(error)
         return 1
+    finally:
+        _settle_output()
+
+
+@contextlib.contextmanager
+def _clean_end() -> Iterator[None]:
+    """A request to terminate ends the program the way an exception does, so that no temporary file stays."""
+
+    def leave(number: int, frame: Any) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)
+              if signal.getsignal(number) is signal.SIG_DFL}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _settle_output() -> None:
+    """What could not be written was reported; the interpreter must not try again when it ends."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -43,8 +79,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _say_error(error: BaseException) -> None:
-    text = " ".join(str(error).split()) or type(error).__name__
-    print(f"hisparse-rt: {text}", file=sys.stderr)
+    text = str(error)
+    if isinstance(error, OSError) and not isinstance(error, HisparseError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    common.say(f"hisparse-rt: {' '.join(text.split()) or type(error).__name__}")
 
 
 if __name__ == "__main__":

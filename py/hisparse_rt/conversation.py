@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from .errors import InvalidError, StateError
+from .errors import StateError
 from .request import Sampling, SamplingOptions
 from .session import Session
 from .stream import Stream
@@ -95,5 +95,3 @@ class Conversation:
             self._session, same = self.model.session(**self._options), 0
         if same < len(ids):
             self._session._append(np.ascontiguousarray(ids[same:]))
-        elif not len(ids):
-            raise InvalidError("the chat template made nothing of these messages")

@@ -142,6 +142,12 @@ _BY_STATUS: dict[int, type[HisparseError]] = {
 }
 
 
+def from_os_error(what: str, error: OSError) -> FileError:
+    """A refusal of the operating system as "what: why"."""
+    kind = FileMissingError if error.errno == errno.ENOENT else FileError
+    return kind(f"{what}: {error.strerror or error}", sys_code=error.errno or 0)
+
+
 def from_status(status: int, message: str, sys_code: int = 0) -> HisparseError:
     """The exception for a status of the library; an unknown number gives a plain HisparseError that carries it.
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
+from .checks import integer
 from .errors import ContextError, HisparseError, InvalidError, NoSpaceError
 from .ids import Ids, as_ids
 from .request import RequestOptions, Sampling, SamplingOptions
@@ -19,6 +20,7 @@ from .stream import Stream
 if TYPE_CHECKING:
     from .model import Model
 
+_INT32_MAX = (1 << 31) - 1
 Progress: TypeAlias = Callable[[int, int], object]
 
 
@@ -109,14 +111,16 @@ def _check_context(model: Model, n: int, sampling: Sampling, session_options: di
     """The session length: no longer than needed, since some rotary tables depend on it."""
     trained = model.info.context_length
     length: int | None = session_options["context"]
-    if length is None:
+    if length is not None:
+        length = integer("context", length, 1, _INT32_MAX)
+    else:
         length = n + max(sampling.max_tokens, 0)
         if not session_options["beyond_trained"]:
             length = min(length, trained)
     if n > length or (n == length and sampling.max_tokens > 0):
         raise ContextError(f"the prompt has {n} tokens, which leaves no room in a context of {length}"
-                           + ("" if session_options["context"] else f" (the model was trained for {trained}; beyond_trained allows more)"))
-    return min(length, (1 << 31) - 1)
+                           + ("" if session_options["context"] is not None else f" (the model was trained for {trained}; beyond_trained allows more)"))
+    return min(length, _INT32_MAX)
 
 
 def _is_single(prompt: Any) -> bool:

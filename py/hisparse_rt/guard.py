@@ -116,9 +116,12 @@ class MessageTexts:
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of `text` and nothing else; TokenizerError for lone surrogates."""
     try:
-        return tokenizer.encode(text, add_special_tokens=False).ids
-    except (UnicodeError, TypeError) as error:
-        raise TokenizerError(f"the text cannot be encoded: {error}") from error
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])  # what Python makes of a byte that is no text is told as that byte
+        culprit = f"the byte 0x{code - 0xDC00:02X}" if 0xDC80 <= code < 0xDD00 else f"half a character, U+{code:04X}"
+        raise TokenizerError(f"the text is not valid Unicode: it holds {culprit}") from error
+    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def _renamed_tokenizer(tokenizer_json: str, names: dict[str, str]) -> Tokenizer:

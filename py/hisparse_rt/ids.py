@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -36,6 +36,8 @@ def as_ids(value: Any) -> npt.NDArray[np.int32]:
 
 
 def _from_sequence(value: Any) -> npt.NDArray[Any]:
+    if not isinstance(value, Iterable):
+        raise TypeError(f"token ids must be a list of integers, not {type(value).__name__}")
     numbers: list[int] = []
     for position, item in enumerate(value):
         if isinstance(item, (bool, np.bool_)):

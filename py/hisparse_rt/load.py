@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from . import progress
-from .errors import FileMissingError, FormatError, InvalidError
-from .model import Model
+from .errors import FileMissingError, FormatError, InvalidError, from_os_error
+from .model import DTYPES, Model, engine_options
 
 
 def load(
@@ -37,12 +37,18 @@ def load(
     """
     source = os.fspath(path)
     name = os.fsdecode(source)
+    engine: dict[str, Any] = {
+        "ram": ram, "hot": hot, "threads": threads, "isa": isa, "kv": kv, "chunk": chunk, "max_sessions": max_sessions,
+        "max_batch": max_batch, "log": log, "debug_async": debug_async,
+    }
+    engine_options(**engine)  # a wrong option is told before a long conversion
+    if dtype is not None and dtype not in DTYPES.values():
+        raise InvalidError(f"dtype is {dtype!r}, known ones are {', '.join(DTYPES.values())}")
     if os.path.isdir(name) or name.lower().endswith(".gguf"):
         source = _converted(name, dtype or "q8", cache_dir)
     elif dtype is not None:
         raise InvalidError(f"dtype is for conversion, and {name!a} is not a folder or a .gguf file")
-    return Model(source, ram=ram, hot=hot, threads=threads, isa=isa, kv=kv, chunk=chunk, max_sessions=max_sessions, max_batch=max_batch,
-                 log=log, debug_async=debug_async)
+    return Model(source, **engine)
 
 
 def _converted(source: str, dtype: str, cache_dir: str | os.PathLike[str] | None) -> str:
@@ -56,7 +62,10 @@ def _converted(source: str, dtype: str, cache_dir: str | os.PathLike[str] | None
     if not os.path.exists(source):
         raise FileMissingError(f"{source!a}: no such file", sys_code=2)
     folder = Path(cache_dir) if cache_dir is not None else _default_cache()
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise from_os_error(f"cannot make the folder {str(folder)!a} for converted models", error) from error
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(os.path.abspath(source)).name.removesuffix(".gguf"))[:80]
     target = folder / f"{stem}-{dtype}-{_key(source, dtype, FORMAT_VERSION)}.hsr"
     if not target.exists():
@@ -76,7 +85,10 @@ def _default_cache() -> Path:
 def _key(source: str, dtype: str, version: int) -> str:
     """Changes whenever a file of the source does. Names, sizes and times are enough, and cost no reading of gigabytes."""
     digest = hashlib.sha256(f"{version}\0{dtype}\0".encode() + os.fsencode(os.path.realpath(source)))
-    files = sorted(Path(source).iterdir()) if os.path.isdir(source) else [Path(source)]
+    try:
+        files = sorted(Path(source).iterdir()) if os.path.isdir(source) else [Path(source)]
+    except OSError as error:
+        raise from_os_error(f"cannot read {source!a}", error) from error
     for file in files:
         if file.suffix in (".safetensors", ".json", ".gguf", ".jinja", ".model", ".txt") and file.is_file():
             facts = file.stat()

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from ._library import Handle, call, ffi, lib, new_struct, refuse_copies
 from .checks import integer
-from .errors import BusyError, InvalidError, StateError, TemplateError, TokenizerError
+from .errors import BusyError, FormatError, InvalidError, StateError, TemplateError, TokenizerError
 from .ids import Ids, as_ids
 from .request import RequestOptions, SamplingOptions
 from .session import KV_FORMATS, Session
@@ -122,25 +122,15 @@ class Model:
         isa: str = "auto", kv: str = "auto", chunk: int = 512, max_sessions: int = 256, max_batch: int = 1024,
         log: logging.Logger | None = None, debug_async: bool = False,
     ) -> None:
-        if ram is not None and hot is not None:
-            raise InvalidError("give ram or hot, not both: they name the same budget")
-        if isa not in ISA_LEVELS:
-            raise InvalidError(f"isa is {isa!r}, known levels are {', '.join(ISA_LEVELS)}")
-        if kv not in KV_FORMATS:
-            raise InvalidError(f"kv is {kv!r}, known formats are {', '.join(KV_FORMATS)}")
+        opts = engine_options(ram=ram, hot=hot, threads=threads, isa=isa, kv=kv, chunk=chunk, max_sessions=max_sessions,
+                              max_batch=max_batch, log=log, debug_async=debug_async)
         name = os.fsencode(path)
-        if b"\0" in name:
-            raise InvalidError("the path has a NUL character in it")
-        opts = ffi.new("hsr_engine_opts *")
-        lib.hsr_engine_opts_init(opts)
-        opts.isa = ISA_LEVELS[isa]
-        opts.n_threads = integer("threads", threads, 0, 1024)
-        opts.chunk_tokens = integer("chunk", chunk, 1, 4096)
-        opts.max_sessions = integer("max_sessions", max_sessions, 1, 65536)
-        opts.max_batch = integer("max_batch", max_batch, 1, (1 << 31) - 1)
-        opts.hot_bytes = _budget(hot if ram is None else ram)
-        opts.flags = lib.HSR_ENGINE_ASYNC_DEBUG if debug_async else 0
+        if not name or b"\0" in name:
+            raise InvalidError("the path has a NUL character in it" if name else "the path is empty")
+        self.file = name
+        """The path as the system spells it."""
         self.path = name.decode("utf-8", "replace")
+        """The path as text, for people."""
         self.kv = kv
         self.chunk = int(opts.chunk_tokens)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -159,8 +149,9 @@ class Model:
     def metadata(self, key: str) -> str | None:
         """A string of the model file's metadata, or None."""
         value, size = ffi.new("const char **"), ffi.new("uint64_t *")
+        name = key.encode("utf-8", "replace")
         with self._native.model.lock:
-            if lib.hsr_model_metadata(self._native.model.pointer, key.encode(), value, size) != lib.HSR_OK:
+            if b"\0" in name or lib.hsr_model_metadata(self._native.model.pointer, name, value, size) != lib.HSR_OK:
                 return None
             text: bytes = ffi.buffer(value[0], size[0])[:]
             return text.decode("utf-8", "replace")
@@ -168,7 +159,7 @@ class Model:
     @functools.cached_property
     def generation_defaults(self) -> dict[str, Any]:
         """The sampling options the checkpoint recommends, such as {"temperature": 0.6}. Never applied by themselves."""
-        return dict(json.loads(self.metadata("hisparse.generation") or "{}"))
+        return self._json_object("hisparse.generation")
 
     def stats(self) -> EngineStats:
         """Counters of the engine."""
@@ -280,8 +271,8 @@ class Model:
         return generate(self, ids, **options)
 
     def require_chat(self) -> None:
-        """TemplateError if this model cannot chat, without waiting for a first message."""
-        _ = self._template
+        """TemplateError or TokenizerError if this model cannot chat, without waiting for a first message."""
+        _ = self._codec, self._template
 
     def conversation(self, *, system: str | None = None, **session_options: Any) -> Conversation:
         """A chat that remembers. Options are those of `session`."""
@@ -386,7 +377,16 @@ class Model:
         source = self.metadata("tokenizer.chat_template")
         if source is None:
             raise TemplateError("the model has no chat template: use generate with a prompt in the form the model was trained on")
-        return ChatTemplate(source, json.loads(self.metadata("hisparse.special_tokens") or "{}"))
+        return ChatTemplate(source, self._json_object("hisparse.special_tokens"))
+
+    def _json_object(self, key: str) -> dict[str, Any]:
+        try:
+            value = json.loads(self.metadata(key) or "{}")
+        except (ValueError, RecursionError) as error:
+            raise FormatError(f"{self.path}: {key} is not valid JSON: {error}") from error
+        if not isinstance(value, dict):
+            raise FormatError(f"{self.path}: {key} is not a JSON object")
+        return value
 
     def _detokenizer(self) -> Detokenizer | None:
         """None for a model without tokenizer: its requests give tokens, and no text."""
@@ -402,9 +402,34 @@ class Model:
             return self._threads
 
 
-def _budget(value: int | str | None) -> int:
-    if value is None:
-        return 0
+def engine_options(
+    *, ram: int | str | None, hot: int | str | None, threads: int, isa: str, kv: str, chunk: int, max_sessions: int, max_batch: int,
+    log: logging.Logger | None, debug_async: bool,
+) -> Any:
+    """The options of `load` as an hsr_engine_opts; an error if one of them is wrong."""
+    if ram is not None and hot is not None:
+        raise InvalidError("give ram or hot, not both: they name the same budget")
+    if isa not in ISA_LEVELS:
+        raise InvalidError(f"isa is {isa!r}, known levels are {', '.join(ISA_LEVELS)}")
+    if kv not in KV_FORMATS:
+        raise InvalidError(f"kv is {kv!r}, known formats are {', '.join(KV_FORMATS)}")
+    if log is not None and not hasattr(log, "getEffectiveLevel"):
+        raise TypeError(f"log must be a logging.Logger, not {type(log).__name__}")
+    opts = ffi.new("hsr_engine_opts *")
+    lib.hsr_engine_opts_init(opts)
+    opts.isa = ISA_LEVELS[isa]
+    opts.n_threads = integer("threads", threads, 0, 1024)
+    opts.chunk_tokens = integer("chunk", chunk, 1, 4096)
+    opts.max_sessions = integer("max_sessions", max_sessions, 1, 65536)
+    opts.max_batch = integer("max_batch", max_batch, 1, (1 << 31) - 1)
+    budget = hot if ram is None else ram
+    opts.hot_bytes = 0 if budget is None else check_budget(budget)
+    opts.flags = lib.HSR_ENGINE_ASYNC_DEBUG if debug_async else 0
+    return opts
+
+
+def check_budget(value: int | str) -> int:
+    """Bytes of a memory budget; InvalidError if it is none."""
     size = parse_size(value)
     if size < 1 << 20:
         raise InvalidError(f"a memory budget of {size} bytes is less than one block of 1 MiB")

@@ -93,17 +93,19 @@ class Sampling:
                 put(field.name, integer(field.name, getattr(self, field.name), _INT32.min, _INT32.max))
             elif field.type == "float":
                 put(field.name, real(field.name, getattr(self, field.name)))
+            elif field.type == "bool" and not isinstance(getattr(self, field.name), (bool, np.bool_)):
+                raise TypeError(f"{field.name} must be True or False, not {getattr(self, field.name)!r}")
         if self.seed is not None:
             put("seed", integer("seed", self.seed, 0, (1 << 64) - 1))
         if self.logprobs is not None:
             put("logprobs", integer("logprobs", self.logprobs, 0, 20))
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if any(not isinstance(stop, str) for stop in stops):
-            raise TypeError("stop must be a text or texts; token ids go to stop_tokens")
+        stops = _texts(self.stop)
+        if any("\ud800" <= character <= "\udfff" for stop in stops for character in stop):
+            raise InvalidError("stop has half a character in it, which no output can contain")
         if "" in stops:
             raise InvalidError("stop has an empty text, which would end every output at once")
         put("stop", stops)
-        put("stop_tokens", tuple(as_ids(self.stop_tokens).tolist()))
+        put("stop_tokens", tuple(as_ids(() if self.stop_tokens is None else self.stop_tokens).tolist()))
         put("logit_bias", _biases(self.logit_bias))
 
     def native(self, seed: int) -> tuple[Any, tuple[Any, ...]]:
@@ -129,10 +131,23 @@ _COPIED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_p
            "penalty_window", "ignore_eos")
 
 
+def _texts(value: str | Iterable[str] | None) -> tuple[str, ...]:
+    texts: Any = () if value is None else (value,) if isinstance(value, str) else value
+    if isinstance(texts, Iterable):
+        texts = tuple(texts)
+        if all(isinstance(text, str) for text in texts):
+            return texts
+    raise TypeError("stop must be a text or texts; token ids go to stop_tokens")
+
+
 def _biases(value: Mapping[int, float] | Iterable[tuple[int, float]] | None) -> dict[int, float] | None:
     if value is None:
         return None
+    try:
+        biases = dict(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"logit_bias must map token ids to numbers, not be {value!r}") from None
     return {
         integer("a token of logit_bias", token, _INT32.min, _INT32.max): real(f"logit_bias[{token}]", bias)
-        for token, bias in dict(value).items()
+        for token, bias in biases.items()
     }

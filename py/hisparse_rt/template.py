@@ -13,7 +13,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from .errors import TemplateError
+from .errors import InvalidError, TemplateError
 
 
 class _Generation(jinja2.ext.Extension):
@@ -68,14 +68,15 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text of `messages`. TemplateError with the template's own words if it refuses them."""
+        fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
+        taken = sorted(fixed.keys() & (variables or {}).keys())
+        if taken:
+            raise InvalidError(f"variables cannot replace {taken[0]!r}")
         try:
-            return self._template.render(
-                **{**self._variables, **(variables or {})},
-                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
-            )
+            return self._template.render({**self._variables, **(variables or {}), **fixed})
         except jinja2.TemplateError as error:
             raise TemplateError(f"the model's chat template refuses these messages: {error}") from error
-        except (RecursionError, MemoryError):
+        except MemoryError:
             raise
         except Exception as error:  # template code can raise anything its expressions can
             raise TemplateError(f"the model's chat template fails on these messages: {type(error).__name__}: {error}") from error

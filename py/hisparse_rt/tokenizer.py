@@ -76,7 +76,10 @@ class TextCodec:
 
     def decode(self, ids: Any, *, skip_special: bool = True) -> str:
         """Text of `ids`; control tokens are left out unless skip_special is False."""
-        return str(self.tokenizer.decode(as_ids(ids).tolist(), skip_special_tokens=skip_special))
+        array = as_ids(ids)
+        if array.size and int(array.max()) >= self._vocab_size:
+            raise TokenError(f"token {int(array.max())} is not in the model, which has {self._vocab_size} rows")
+        return str(self.tokenizer.decode(array.tolist(), skip_special_tokens=skip_special))
 
     def detokenizer(self) -> Detokenizer:
         """A fresh incremental decoder."""

@@ -93,15 +93,30 @@ hsr_status hsr_engine_get_stats(hsr_engine *e, hsr_engine_stats *stats, hsr_erro
     return st;
 }
 
+/* Event i of an array whose elements are as large as the first one says. */
+static void *event_at(hsr_event *events, uint32_t i) { return (char *)events + (size_t)i * events->struct_size; }
+
+/* Before a step, whose events must find their place. */
+static hsr_status check_events(hsr_event *events, uint32_t n_events, hsr_error *err)
+{
+    for (uint32_t i = 0; i < n_events; i++) {
+        const hsr_event *ev = event_at(events, i);
+        HSRI_TRY(hsri_struct_check(ev, "hsr_event", err));
+        if (ev->struct_size != events->struct_size)
+            return hsri_fail(err, HSR_E_INVALID, "hsr_engine_step: event %u has struct_size %u, event 0 has %u", i, ev->struct_size,
+                             events->struct_size);
+    }
+    return HSR_OK;
+}
+
 /* Hand out events, in session order, as far as there is room. */
 static hsr_status collect(hsr_engine *e, hsr_event *events, uint32_t n_events, uint32_t *n, hsr_error *err)
 {
-    const uint32_t stride = n_events ? events[0].struct_size : 0;
     hsr_event ev;
 
     for (uint32_t i = 0; i < e->n_sessions; i++)
         while (*n < n_events && hsri_session_pop_event(e->sessions[i], &ev)) {
-            HSRI_TRY(hsri_struct_out((char *)events + (size_t)*n * stride, &ev, sizeof ev, "hsr_event", err));
+            HSRI_TRY(hsri_struct_out(event_at(events, *n), &ev, sizeof ev, "hsr_event", err));
             ++*n;
         }
     return HSR_OK;
@@ -113,6 +128,7 @@ hsr_status hsr_engine_step(hsr_engine *e, hsr_event *events, uint32_t n_events, 
     if (!n || (n_events && !events))
         return hsri_fail(err, HSR_E_INVALID, "hsr_engine_step: events or n is NULL");
     *n = 0;
+    HSRI_TRY(check_events(events, n_events, err));
     pthread_mutex_lock(&e->lock);
     if (e->stepping) {
         pthread_mutex_unlock(&e->lock);

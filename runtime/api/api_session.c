@@ -201,10 +201,11 @@ static hsr_status next_event(hsr_session *s, hsr_event *event, hsr_error *err)
 hsr_status hsr_session_next(hsr_session *s, hsr_event *event, hsr_error *err)
 {
     HSRI_TRY(enter(s, "hsr_session_next", err));
-    if (!event || event->struct_size < 8)
-        return leave(s, hsri_fail(err, HSR_E_INVALID, "hsr_session_next: event is NULL or its struct_size is not set"));
+    hsr_status st = hsri_struct_check(event, "hsr_event", err);   /* before an event is taken that could not be delivered */
+    if (st < 0)
+        return leave(s, st);
     pthread_mutex_lock(&s->engine->lock);
-    hsr_status st = next_event(s, event, err);
+    st = next_event(s, event, err);
     pthread_mutex_unlock(&s->engine->lock);
     return leave(s, st);
 }

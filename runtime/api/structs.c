@@ -16,6 +16,12 @@ static hsr_status read_size(const void *given, uint32_t *size, const char *name,
     return HSR_OK;
 }
 
+hsr_status hsri_struct_check(const void *given, const char *name, hsr_error *err)
+{
+    uint32_t size;
+    return read_size(given, &size, name, err);
+}
+
 hsr_status hsri_struct_in(void *known, uint32_t known_size, const void *given, const char *name, hsr_error *err)
 {
     uint32_t size = 0;

@@ -5,6 +5,9 @@
 
 #include "base/status.h"
 
+/* Refuse a struct of the caller that hsri_struct_in and hsri_struct_out would refuse for its size. */
+hsr_status hsri_struct_check(const void *given, const char *name, hsr_error *err);
+
 /* Copy the caller's option struct over *known, which holds the defaults and has known_size bytes. */
 hsr_status hsri_struct_in(void *known, uint32_t known_size, const void *given, const char *name, hsr_error *err);
 

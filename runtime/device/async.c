@@ -381,6 +381,11 @@ static void async_decommit(hsri_device *dev, uint32_t buf, uint64_t offset, uint
 
 static void async_free(hsri_device *dev, uint32_t buf) { async_of(dev)->inner->free(async_of(dev)->inner, buf); }
 
+static hsr_status async_reserve_sampling(hsri_device *dev, uint32_t n_rows, uint32_t n_tokens, hsr_error *err)
+{
+    return async_of(dev)->inner->reserve_sampling(async_of(dev)->inner, n_rows, n_tokens, err);
+}
+
 /* ---- life ---- */
 
 /* The thread inherits the signal mask: the host's handlers shall run on its own threads. */
@@ -496,8 +501,9 @@ hsr_status hsri_async_device_create(hsri_device *inner, hsri_device **dev, hsr_e
     async->inner = inner;
     async->base = (hsri_device){
         .name = "cpu-async", .isa = inner->isa, .alloc = async_alloc, .view = async_view, .reserve = async_reserve, .commit = async_commit,
-        .decommit = async_decommit, .free = async_free, .queue_create = async_queue_create, .queue_destroy = async_queue_destroy,
-        .copy_in = async_copy_in, .copy_out = async_copy_out, .copy = async_copy, .wait = async_wait, .destroy = async_destroy,
+        .decommit = async_decommit, .free = async_free, .reserve_sampling = async_reserve_sampling,
+        .queue_create = async_queue_create, .queue_destroy = async_queue_destroy, .copy_in = async_copy_in, .copy_out = async_copy_out,
+        .copy = async_copy, .wait = async_wait, .destroy = async_destroy,
     };
     fill_ops(&async->base.ops);
     *dev = &async->base;

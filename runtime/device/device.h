@@ -213,6 +213,8 @@ struct hsri_device {
     hsr_status (*commit)(hsri_device *dev, uint32_t buf, uint64_t offset, uint64_t bytes, hsr_error *err);
     void       (*decommit)(hsri_device *dev, uint32_t buf, uint64_t offset, uint64_t bytes);
     void       (*free)(hsri_device *dev, uint32_t buf);    /* after a wait on every queue that used it */
+    /* The memory that `sample` works in: calls of up to n_rows rows with this n_tokens cannot fail afterwards. */
+    hsr_status (*reserve_sampling)(hsri_device *dev, uint32_t n_rows, uint32_t n_tokens, hsr_error *err);
 
     /* Queues. Host memory given to copy_in must stay unchanged, and that of copy_out unread, until the next wait. */
     hsr_status (*queue_create)(hsri_device *dev, hsri_queue **q, hsr_error *err);

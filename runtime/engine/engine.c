@@ -84,6 +84,7 @@ static hsr_status create_parts(hsr_engine *e, hsr_error *err)
     HSRI_TRY(create_tables(e, err));
     HSRI_TRY(create_rope(e, err));
     HSRI_TRY(hsri_scratch_create(e->dev, &e->model->hp, (uint32_t)e->opts.max_batch, &e->scratch, err));
+    HSRI_TRY(e->dev->reserve_sampling(e->dev, HSRI_LOGIT_ROWS, e->model->hp.tokenizer_size, err));
     return hsri_step_create(e, err);
 }
 
@@ -139,10 +140,10 @@ hsr_status hsri_engine_destroy(hsr_engine *e, hsr_error *err)
     if (getpid() != e->pid)
         return HSR_OK;   /* a forked child: threads, locks and mappings belong to the parent; the child's copy ends with it */
     pthread_mutex_lock(&e->lock);
-    bool busy = e->n_sessions > 0;
+    const uint32_t n_sessions = e->n_sessions;
     pthread_mutex_unlock(&e->lock);
-    if (busy)
-        return hsri_fail(err, HSR_E_BUSY, "the engine still has %u sessions", e->n_sessions);
+    if (n_sessions > 0)
+        return hsri_fail(err, HSR_E_BUSY, "the engine still has %u sessions", n_sessions);
     destroy_parts(e);
     return HSR_OK;
 }

@@ -102,9 +102,9 @@ def test_random_brackets_forge_nothing(first: str, second: str) -> None:
     assert spelled_parts(forged, CODEC.tokenizer) == honest
 
 
-def test_tools_variables_and_nested_content_are_guarded_too() -> None:
-    template = "{{ tools | tojson }}{{ note }}{{ messages[0].content[0].text }}<|turn|>"
-    message = {"role": "user", "content": [{"type": "text", "text": EOS}]}
+def test_tools_variables_and_nested_values_are_guarded_too() -> None:
+    template = "{{ tools | tojson }}{{ note }}{{ messages[0].tool_calls[0].function.name }}<|turn|>"
+    message = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": EOS}}]}
     ids = ids_of([message], template, tools=[{"name": EOS}], variables={"note": EOS})
     assert spelled_parts(ids, CODEC.tokenizer) == [2]  # the template's own
     assert CODEC.decode(ids, skip_special=False).count(EOS) == 3

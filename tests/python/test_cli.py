@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import tiny
 from hisparse_rt.commands.inspect import largest_context
+from shell import command, fails, run
 
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
@@ -40,28 +41,6 @@ def path(folder, tmp_path_factory):
     done = run("convert", folder, path, "--dtype", "f32")
     assert done.returncode == 0 and "llama f32" in done.stdout, done.stderr
     return path
-
-
-def command(*arguments) -> list[str]:
-    return [sys.executable, "-m", "hisparse_rt.cli", *map(os.fspath, map(_text, arguments))]
-
-
-def _text(value) -> str | bytes | os.PathLike:
-    return value if isinstance(value, (bytes, os.PathLike)) else str(value)
-
-
-def run(*arguments, **options) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120, **({"stdin": subprocess.DEVNULL} | options))
-
-
-def fails(*arguments, code: int = 1, text: str = "", **options) -> str:
-    """The command ends with `code` and one line on stderr (wrong usage: the usage and one line), and prints nothing else."""
-    done = run(*arguments, **options)
-    lines = done.stderr.strip().splitlines()
-    assert (done.returncode, done.stdout) == (code, ""), done
-    assert "Traceback" not in done.stderr and lines[-1].startswith("hisparse-rt") and re.search(text, lines[-1]), done.stderr
-    assert code == 2 or len(lines) == 1
-    return lines[-1]
 
 
 # ---- help and usage ---------------------------------------------------------------------------------------------
@@ -121,10 +100,6 @@ def test_generate_fails_in_one_line(path, tmp_path) -> None:
     fails("generate", tmp_path / "no.hsr", "-p", "x", text="no.hsr")
     (tmp_path / "junk.hsr").write_bytes(b"junk")
     fails("generate", tmp_path / "junk.hsr", "-p", "x", text="junk.hsr")
-    fails("generate", path, "-p", "x", "--temperature", "nan", text="temperature")
-    fails("generate", path, "-p", "x", "--max-tokens", "-1", text="max_tokens")
-    fails("generate", path, "-p", "x", "--threads", "-1", text="threads")
-    fails("generate", path, "-p", "x", "--seed", "-1", text="seed")
     fails("generate", path, "-p", "x " * 5000, text=r"\d{4,}.*4096")
     fails("generate", path, "-p", "x", "--context", "5000", text="5000")
     fails("generate", path, "-p", "", "--raw", text="empty prompt")
@@ -200,13 +175,17 @@ def test_ctrl_c_stops_the_answer_not_the_chat(path) -> None:
 
     seen = ""
 
-    def read_past(text: str) -> None:
+    def read_past(text: str, press: bytes = b"") -> None:
+        """Press a key, again if nothing happens: Python forgets a Ctrl-C that comes just before it waits for a key."""
         nonlocal seen
+        os.write(terminal, press)
         deadline = time.monotonic() + 60
         while text not in seen:
             assert time.monotonic() < deadline, seen
             if select.select([terminal], [], [], 1)[0]:
                 seen += os.read(terminal, 4096).decode("utf-8", "replace")
+            else:
+                os.write(terminal, press)
         seen = seen.partition(text)[2]
 
     try:
@@ -221,8 +200,7 @@ def test_ctrl_c_stops_the_answer_not_the_chat(path) -> None:
         os.write(terminal, b"/stats\r")
         read_past("context ")
         read_past("> ")
-        os.write(terminal, b"\x03")
-        read_past("/exit leaves")
+        read_past("/exit leaves", press=b"\x03")
         read_past("> ")
         os.write(terminal, b"/exit\r")
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -258,7 +236,7 @@ def test_logits_refuses(path, tmp_path, content, text) -> None:
 
 def test_logits_to_a_folder_that_is_not_there(path, tmp_path) -> None:
     (tmp_path / "ids.json").write_text("[1]")
-    fails("logits", path, "--ids", tmp_path / "ids.json", "--out", tmp_path / "no" / "out.f32", text="No such file")
+    fails("logits", path, "--ids", tmp_path / "ids.json", "--out", tmp_path / "no" / "out.f32", text="no folder .*no$")
 
 
 # ---- inspect ----------------------------------------------------------------------------------------------------

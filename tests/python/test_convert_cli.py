@@ -9,6 +9,7 @@ import pytest
 import tiny
 
 from hisparse_rt.tools import convert_cli
+from hisparse_rt.tools.errors import ConvertError
 
 
 def run(*arguments):
@@ -33,17 +34,18 @@ def test_report_as_json_with_warnings_apart(tmp_path, capsys):
     assert err.startswith("warning: ") and report["warnings"]
 
 
-def test_failure_is_one_line_and_a_status(tmp_path, capsys):
+def test_a_failure_is_left_to_the_caller(tmp_path, capsys):
     src = tiny.write_hf(tmp_path / "hf")
     (src / "model.safetensors").unlink()
-    assert run(src, tmp_path / "m.hsr") == 1
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and err.count("\n") == 1
+    with pytest.raises(ConvertError, match="safetensors"):
+        run(src, tmp_path / "m.hsr")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_options_reach_the_converter(tmp_path, capsys):
     src = tiny.write_gguf(tmp_path / "m.gguf", keys={"tokenizer.ggml.pre": "mystery"})
-    assert run(src, tmp_path / "m.hsr") == 1
+    with pytest.raises(ConvertError, match="mystery"):
+        run(src, tmp_path / "m.hsr")
     assert run(src, tmp_path / "m.hsr", "--allow-unknown-pretokenizer", "--dtype", "q4") == 0
     with pytest.raises(SystemExit):
         run(src, tmp_path / "m.hsr", "--dtype", "q5")

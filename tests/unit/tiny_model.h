@@ -134,7 +134,7 @@ static int tiny_model_write(char path[64], uint32_t seed)
 }
 
 /* Overwrite one weight of the output norm, which with the rope table ends the file: every logit becomes that NaN or infinity. */
-static int tiny_model_poison(const char *path, float value)
+static inline int tiny_model_poison(const char *path, float value)
 {
     FILE *f = fopen(path, "r+b");
     if (!f)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import statistics
 import time
@@ -26,8 +25,8 @@ def _depths(text: str) -> list[int]:
         depths = [int(part) for part in text.split(",")]
     except ValueError:
         raise ValueError(f"{text!r} is not a list of token counts, such as 512,2048") from None
-    if min(depths) < 1:
-        raise ValueError("a depth must be at least 1 token")
+    if min(depths) < 1 or max(depths) >= 1 << 31:
+        raise ValueError(f"a depth is from 1 to {(1 << 31) - 1} tokens")
     return depths
 
 
@@ -35,22 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     parser.add_argument("--depths", type=common.checked(_depths), default=[512, 2048], metavar="N,N",
                         help="tokens already in the session (default: 512,2048)")
-    parser.add_argument("--decode-tokens", type=int, default=32, metavar="N",
+    parser.add_argument("--decode-tokens", type=common.whole(2), default=32, metavar="N",
                         help="tokens to decode at each depth, at least 2 (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N",
+    parser.add_argument("--repeats", type=common.whole(1), default=3, metavar="N",
                         help="runs of each measurement; medians are reported (default: %(default)s)")
-    parser.add_argument("--chunk", type=int, default=512, metavar="N", help="prompt tokens per step (default: %(default)s)")
+    parser.add_argument("--chunk", type=common.whole(1, 4096), default=512, metavar="N", help="prompt tokens per step (default: %(default)s)")
     parser.add_argument("--text", metavar="FILE", help="text to use as the prompt (default: Python's own standard library)")
     parser.add_argument("--json", metavar="FILE", help="also write the results to FILE; - is standard output")
     parser.add_argument("--beyond-trained", action="store_true", help="allow depths above the length the model was trained for")
     common.add_engine(parser)
-    parser.set_defaults(usage_error=parser.error)
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.decode_tokens < 2 or args.repeats < 1:
-        args.usage_error("--decode-tokens must be at least 2 and --repeats at least 1")
     from ..load import load
+
+    if args.json not in (None, "-"):
+        common.check_output(args.json, sources=(args.model,))
 
     with load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, kv=args.kv, chunk=args.chunk) as model:
         deepest = max(args.depths) + args.decode_tokens
@@ -73,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
         common.write("depth  prefill tok/s  decode tok/s\n" + "".join(
             f"{row['depth']:<7}{row['prefill_tokens_per_second']:<15.1f}{row['decode_tokens_per_second']:.1f}\n" for row in results))
         if args.json:
-            _write(Path(args.json), json.dumps(report, indent=1) + "\n")
+            with common.output_file(args.json, sources=(args.model,)) as file:
+                file.write(json.dumps(report, indent=1).encode() + b"\n")
     return 0
 
 
@@ -98,7 +98,11 @@ def _measure(model: Model, ids: npt.NDArray[np.int32], args: argparse.Namespace)
 def _prompt(model: Model, n: int, name: str | None) -> npt.NDArray[np.int32]:
     """n ids of real text: speed must not profit from a prompt no model would see."""
     try:
-        ids = model.encode(Path(name).read_text("utf-8") if name else _library_text(n))
+        text = Path(name).read_text("utf-8") if name is not None else _library_text(n)
+    except UnicodeDecodeError as error:
+        raise InvalidError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    try:
+        ids = model.encode(text)
     except HisparseError as error:
         raise InvalidError(f"bench needs the model's tokenizer: {error}") from error
     if not ids.size:
@@ -122,12 +126,3 @@ def _cpu_name() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, "utf-8")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-from pathlib import Path
 
 from .. import progress
 from ..conversation import Conversation
@@ -31,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    common.lenient_input()
     with common.open_model(args) as model:
         chat = model.conversation(system=args.system, context=args.context, beyond_trained=args.beyond_trained)
         common.say("/help shows the commands")
@@ -114,12 +114,8 @@ def _save(chat: Conversation, name: str) -> None:
     if not name:
         common.say("/save needs a file name")
         return
-    path = Path(name).expanduser()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8", opener=lambda file, flags: os.open(file, flags, 0o600)) as file:
-            json.dump({"model": chat.model.path, "messages": chat.messages}, file, ensure_ascii=False, indent=1)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    path = os.path.expanduser(name)
+    transcript = json.dumps({"model": chat.model.path, "messages": chat.messages}, ensure_ascii=False, indent=1)
+    with common.output_file(path, mode=0o600, sources=(os.fsdecode(chat.model.file),)) as file:
+        file.write(transcript.encode("utf-8", "replace"))
     common.say(f"transcript of {len(chat.messages)} messages written to {path}")

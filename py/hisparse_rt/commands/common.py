@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
+import os
+import secrets
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
 
+from ..errors import HisparseError, InvalidError, from_os_error
 from ..load import load
-from ..model import ISA_LEVELS, Model
+from ..model import ISA_LEVELS, Model, check_budget
 from ..result import Result
 from ..session import KV_FORMATS
-from ..sizes import format_size, parse_size
+from ..sizes import format_size
 
 
 def checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -26,6 +32,37 @@ def checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
+def whole(low: int, high: int = (1 << 31) - 1) -> Callable[[str], int]:
+    """An argparse type: an integer from low to high."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{value} is not allowed, the value must be from {low} to {high}")
+        return value
+
+    return parse
+
+
+def real(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
+    """An argparse type: a finite number from low to high; above: low itself is too low."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        if not (math.isfinite(value) and low <= value <= high) or (above and value == low):
+            limits = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high < math.inf else "")
+            raise argparse.ArgumentTypeError(f"{text} is not allowed, the value must be {limits}")
+        return value
+
+    return parse
+
+
 def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL",
                         help="model file (.hsr), or a Hugging Face folder or .gguf file, converted once into a cache")
@@ -33,10 +70,10 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
-    group.add_argument("--threads", type=int, default=0, metavar="N",
+    group.add_argument("--threads", type=whole(0, 1024), default=0, metavar="N",
                        help="threads that compute; 0: as many as this process may use (default: 0)")
     group.add_argument("--isa", choices=ISA_LEVELS, default="auto", help="highest instruction set to use (default: auto)")
-    group.add_argument("--ram", type=checked(parse_size), metavar="SIZE",
+    group.add_argument("--ram", type=checked(check_budget), metavar="SIZE",
                        help="budget of the key-value memory, such as 4GiB (default: half of the memory available)")
     group.add_argument("--kv", choices=KV_FORMATS, default="auto",
                        help="key-value format; auto is f32 for f32 models, else bf16 (default: auto)")
@@ -44,23 +81,29 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def add_context(parser: argparse.ArgumentParser, default: str) -> None:
     group = parser.add_argument_group("context")
-    group.add_argument("--context", type=int, metavar="N", help=f"most tokens of the session (default: {default})")
+    group.add_argument("--context", type=whole(1), metavar="N", help=f"most tokens of the session (default: {default})")
     group.add_argument("--beyond-trained", action="store_true", help="allow a context above the length the model was trained for")
+
+
+def _stop(text: str) -> str:
+    if not text:
+        raise ValueError("an empty text would end every output at once")
+    return text
 
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="tokens to generate at most (default: %(default)s)")
-    group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 takes the most likely token (default: %(default)s)")
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K most likely tokens; 0 is off (default: %(default)s)")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P",
+    group.add_argument("--max-tokens", type=whole(0), default=max_tokens, metavar="N", help="tokens to generate at most (default: %(default)s)")
+    group.add_argument("--temperature", type=real(0), default=0.0, metavar="T", help="0 takes the most likely token (default: %(default)s)")
+    group.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="keep the K most likely tokens; 0 is off (default: %(default)s)")
+    group.add_argument("--top-p", type=real(0, 1, above=True), default=1.0, metavar="P",
                        help="keep the most likely tokens that hold this probability; 1 is off (default: %(default)s)")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="P",
+    group.add_argument("--min-p", type=real(0, 1), default=0.0, metavar="P",
                        help="drop tokens less likely than this share of the best; 0 is off (default: %(default)s)")
-    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R",
+    group.add_argument("--repetition-penalty", type=real(0, above=True), default=1.0, metavar="R",
                        help="weaken tokens seen before; 1 is off (default: %(default)s)")
-    group.add_argument("--seed", type=int, metavar="S", help="0 to 2^64-1; the same seed draws the same tokens (default: a new one)")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="text that ends the output; may be given several times")
+    group.add_argument("--seed", type=whole(0, (1 << 64) - 1), metavar="S", help="0 to 2^64-1; the same seed draws the same tokens (default: a new one)")
+    group.add_argument("--stop", type=checked(_stop), action="append", default=[], metavar="TEXT", help="text that ends the output; may be given several times")
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -75,17 +118,68 @@ def open_model(args: argparse.Namespace) -> Model:
 
 
 def say(text: str) -> None:
-    """One line for people, on stderr."""
+    """One line for people, on stderr. Where nobody can read it, it is lost, and nothing else is."""
     if sys.stderr is not None:
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def write(text: str) -> None:
     """Output, at once. Characters that the terminal cannot show become question marks."""
     if sys.stdout is not None:
         encoding = sys.stdout.encoding or "utf-8"
-        sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
-        sys.stdout.flush()
+        try:
+            sys.stdout.write(text.encode(encoding, "replace").decode(encoding))
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise from_os_error("cannot write the output", error) from error
+
+
+def lenient_input() -> None:
+    """Let bytes that are no text pass through standard input: the tokenizer refuses them with a better message."""
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+@contextlib.contextmanager
+def output_file(name: str, *, sources: tuple[str, ...] = (), mode: int = 0o666) -> Iterator[BinaryIO]:
+    """A file to write, which gets its name only when it is whole; devices and pipes are written as they are.
+
+    sources: files that must not be overwritten.
+    """
+    path = check_output(name, sources=sources)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        if path.exists() and not path.is_file():
+            with open(path, "wb") as file:
+                yield file
+            return
+        with open(temporary, "xb", opener=lambda file, flags: os.open(file, flags, mode)) as file:
+            yield file
+        temporary.replace(path)
+    except OSError as error:
+        if isinstance(error, (HisparseError, BrokenPipeError)):
+            raise
+        raise from_os_error(f"cannot write {name}", error) from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def check_output(name: str, *, sources: tuple[str, ...] = ()) -> Path:
+    """Where `name` leads to; an error before anything was computed, if that cannot be written."""
+    if not name or "\0" in name:
+        raise InvalidError(f"{name!r} is not a file name")
+    if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):
+        return Path(name)
+    path = Path(os.path.realpath(name))  # a link stays a link
+    if path.is_dir() or not path.parent.is_dir():
+        raise InvalidError(f"cannot write {name}: " + ("it is a folder" if path.is_dir() else f"there is no folder {path.parent}"))
+    if path.exists() and any(os.path.exists(source) and path.samefile(source) for source in sources):
+        raise InvalidError(f"cannot write {name}: this command reads it")
+    return path
 
 
 def rate(tokens: int, seconds: float) -> float | None:

@@ -31,11 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
         args.usage_error("--system is for the chat template, which --raw leaves out")
-    prompt = sys.stdin.read() if args.prompt is None else args.prompt
+    prompt = _read_prompt(args) if args.prompt is None else args.prompt
     with common.open_model(args) as model, progress.bar("reading the prompt", "tok") as report:
-        ids = model.encode(prompt) if args.raw else model.chat_ids(prompt, system=args.system)
         stream = start(
-            model, ids, progress=report, context=args.context, beyond_trained=args.beyond_trained, **common.sampling_options(args)
+            model, prompt if args.raw else model.chat_ids(prompt, system=args.system), progress=report, context=args.context, beyond_trained=args.beyond_trained, **common.sampling_options(args)
         )
         with stream:
             for piece in stream:
@@ -48,6 +47,13 @@ def run(args: argparse.Namespace) -> int:
             common.write("\n")
             common.say(common.summary(result))
     return 0
+
+
+def _read_prompt(args: argparse.Namespace) -> str:
+    if sys.stdin is None:
+        args.usage_error("no prompt: give -p TEXT, or text on standard input")
+    common.lenient_input()
+    return sys.stdin.read()
 
 
 def _report(model: Model, result: Result) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections import Counter
 from typing import Any
 
@@ -41,7 +42,7 @@ def collect(model: Model, kv: str) -> dict[str, Any]:
     return {
         "path": model.path, "name": model.metadata("general.name"), "arch": info.arch, "source": model.metadata("hisparse.source"),
         "parameters": info.n_params, "weight_dtype": info.dtype,
-        "weight_bytes": info.weight_bytes, "weight_bytes_by_dtype": _by_dtype(model.path),
+        "weight_bytes": info.weight_bytes, "weight_bytes_by_dtype": _by_dtype(model.file),
         "layers": info.n_layers, "hidden_size": info.hidden_size,
         "heads": info.n_heads, "kv_heads": info.n_kv_heads, "head_dim": info.head_dim,
         "vocab_size": info.vocab_size, "context_length": info.context_length,
@@ -58,12 +59,12 @@ def largest_context(heads: int, head_bytes: int, blocks: int) -> int:
     return blocks * (_BLOCK_BYTES // slot) // heads * _PAGE_TOKENS
 
 
-def _by_dtype(path: str) -> dict[str, int] | None:
+def _by_dtype(path: bytes) -> dict[str, int] | None:
     from ..tools.files import RangeFile
     from ..tools.gguf_header import read_header
 
     sizes: Counter[str] = Counter()
-    file = RangeFile(path)
+    file = RangeFile(os.fsdecode(path))
     try:
         for tensor in read_header(file).tensors.values():
             sizes[{"F32": "f32", "BF16": "bf16", "Q8_0": "q8", "Q4_1": "q4"}.get(tensor.type.name, tensor.type.name)] += tensor.size

@@ -12,7 +12,7 @@
 #include "device/cpu/sample.h"
 #include "device/device.h"
 
-typedef enum hsri_cpu_memory { HSRI_CPU_UNUSED, HSRI_CPU_HEAP, HSRI_CPU_VIEW, HSRI_CPU_RESERVED } hsri_cpu_memory;
+typedef enum hsri_cpu_memory { HSRI_CPU_UNUSED, HSRI_CPU_HEAP, HSRI_CPU_MAPPED, HSRI_CPU_VIEW, HSRI_CPU_RESERVED } hsri_cpu_memory;
 
 typedef struct hsri_cpu_buffer {
     uint8_t        *data;
@@ -71,7 +71,8 @@ static inline void *hsri_cpu_at(const hsri_cpu_device *dev, hsri_ref r, uint64_t
 
 static inline float *hsri_cpu_floats(const hsri_cpu_device *dev, hsri_ref r, uint64_t n) { return hsri_cpu_at(dev, r, n * sizeof(float)); }
 
-/* The table of simple operations (ops.c). */
+/* The table of simple operations, and the scratch of one of them (ops.c). */
 void hsri_cpu_ops_fill(hsri_ops *ops);
+hsr_status hsri_cpu_reserve_sampling(hsri_device *dev, uint32_t n_rows, uint32_t n_tokens, hsr_error *err);
 
 #endif

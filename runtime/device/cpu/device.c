@@ -57,24 +57,40 @@ static void buffer_release(hsri_cpu_buffer *b)
 {
     if (b->memory == HSRI_CPU_HEAP)
         free(b->data);
-    else if (b->memory == HSRI_CPU_RESERVED)
+    else if (b->memory == HSRI_CPU_MAPPED || b->memory == HSRI_CPU_RESERVED)
         munmap(b->data, b->bytes);
     *b = (hsri_cpu_buffer){ 0 };
 }
 
 /* ---- memory ---- */
 
+/* Large buffers are mapped, not cleared: scratch is sized for the largest step, and a host that never takes one shall neither wait
+ * for all of it to be touched nor keep the memory. */
+static uint8_t *new_buffer(uint64_t bytes, hsri_cpu_memory *memory)
+{
+    uint8_t *map;
+
+    *memory = bytes < MIB ? HSRI_CPU_HEAP : HSRI_CPU_MAPPED;
+    if (*memory == HSRI_CPU_HEAP)
+        return hsri_new_aligned(bytes ? bytes : 1, 1);
+    if (bytes > PTRDIFF_MAX)
+        return NULL;
+    map = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return map == MAP_FAILED ? NULL : map;
+}
+
 static hsr_status cpu_alloc(hsri_device *dev, uint64_t bytes, uint32_t *buf, hsr_error *err)
 {
-    uint8_t   *data = hsri_new_aligned(bytes ? bytes : 1, 1);
-    hsr_status status;
+    hsri_cpu_memory memory;
+    uint8_t        *data = new_buffer(bytes, &memory);
+    hsr_status      status;
 
     *buf = 0;
     if (!data)
         return hsri_fail(err, HSR_E_NOMEM, "no memory for a device buffer of %llu bytes", (unsigned long long)bytes);
-    status = table_add(cpu_of(dev), data, bytes, HSRI_CPU_HEAP, buf, err);
+    status = table_add(cpu_of(dev), data, bytes, memory, buf, err);
     if (status < 0)
-        free(data);
+        buffer_release(&(hsri_cpu_buffer){ data, bytes, 0, memory });
     return status;
 }
 
@@ -242,6 +258,7 @@ static void table_fill(hsri_device *dev)
     dev->commit = cpu_commit;
     dev->decommit = cpu_decommit;
     dev->free = cpu_free;
+    dev->reserve_sampling = hsri_cpu_reserve_sampling;
     dev->queue_create = cpu_queue_create;
     dev->queue_destroy = cpu_queue_destroy;
     dev->copy_in = cpu_copy_in;

@@ -624,15 +624,23 @@ static void sample_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
     }
 }
 
-/* Both grow with the largest call so far and stay, so that steps of a size once seen allocate nothing. */
-static bool sample_room(hsri_cpu_device *dev, uint64_t n_parts, uint32_t n_tokens, uint32_t n_rows)
+/* Both grow with the largest call so far and stay, so that calls of a size once seen or reserved allocate nothing. */
+static bool sample_room(hsri_cpu_device *dev, uint32_t n_rows, uint32_t n_tokens)
 {
     uint32_t n_workers = n_rows > 1 ? (uint32_t)hsri_threads_count(dev->threads) : 1;
+    uint64_t n_parts = (uint64_t)n_rows * hsri_sample_n_parts(n_tokens);
 
     for (uint32_t i = 0; i < n_workers; i++)
         if (!hsri_sample_work_grow(&dev->sample_work[i], n_tokens))
             return false;
     return hsri_grow((void **)&dev->sample_parts, &dev->n_sample_parts, n_parts, sizeof *dev->sample_parts);
+}
+
+hsr_status hsri_cpu_reserve_sampling(hsri_device *dev, uint32_t n_rows, uint32_t n_tokens, hsr_error *err)
+{
+    if (sample_room((hsri_cpu_device *)dev, n_rows, n_tokens))
+        return HSR_OK;
+    return hsri_fail(err, HSR_E_NOMEM, "no memory to sample from %u rows of %u tokens", n_rows, n_tokens);
 }
 
 static void cpu_sample(hsri_queue *q, hsri_ref logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_tokens, hsri_ref params, hsri_ref out)
@@ -643,7 +651,7 @@ static void cpu_sample(hsri_queue *q, hsri_ref logits, uint32_t n_rows, uint32_t
                              n_vocab, n_tokens, hsri_sample_n_parts(n_tokens) };
     uint64_t         n_parts = (uint64_t)n_rows * job.n_parts, n = (uint64_t)n_rows * n_tokens;
 
-    if (!sample_room(dev, n_parts, n_tokens, n_rows)) {
+    if (!sample_room(dev, n_rows, n_tokens)) {
         queue_fail(q, "the sampler's scratch");
         return;
     }
