@@ -50,12 +50,12 @@ LD_PRELOAD="$(gcc -print-file-name=libasan.so) $(gcc -print-file-name=libubsan.s
     PYTHONPATH=build/asan/root/site python -m pytest -q tests/python -m "not slow" \
     --deselect tests/python/test_front.py::test_memory_does_not_grow_with_calls
 
-step "thread sanitizer: C tests (kernels have no threads)"
+step "thread sanitizer: unit tests"
 CC=gcc configure build/tsan -Dbuildtype=debugoptimized -Db_sanitize=thread
 build build/tsan
 # Without address randomisation: the sanitizer's fixed shadow does not fit every layout of recent kernels.
 TSAN_OPTIONS=halt_on_error=1 meson test -C build/tsan --quiet --print-errorlogs --timeout-multiplier 8 \
-    --no-suite kernels --no-suite fuzz --wrapper "setarch $(uname -m) -R"
+    --suite unit --wrapper "setarch $(uname -m) -R"
 
 # The emulator runs what computes; it cannot fork a program that has threads, as other tests do.
 step "processors without AVX, with AVX2 (emulated)"

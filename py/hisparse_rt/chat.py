@@ -67,6 +67,8 @@ def chat_ids(
     variables: Mapping[str, Any] | None = None,
 ) -> npt.NDArray[np.int32]:
     """Token ids of `messages` in the model's template. Control tokens spelled inside messages stay ordinary text."""
+    if variables is not None and not isinstance(variables, Mapping):
+        raise TypeError(f"variables must be a dict of names for the template, not {type(variables).__name__}")
     texts = codec.guard.message_texts(allow=codec.template_words)
     safe = [texts.protect(dict(message), trusted=message["role"] == "assistant") for message in messages]
     rendered = template.render(

@@ -118,8 +118,8 @@ def _check_context(model: Model, n: int, sampling: Sampling, session_options: di
         if not session_options["beyond_trained"]:
             length = min(length, trained)
     if n > length or (n == length and sampling.max_tokens > 0):
-        raise ContextError(f"the prompt has {n} tokens, which leaves no room in a context of {length}"
-                           + ("" if session_options["context"] is not None else f" (the model was trained for {trained}; beyond_trained allows more)"))
+        hint = f" (the model was trained for {trained}; beyond_trained allows more)" if session_options["context"] is None else ""
+        raise ContextError(f"the prompt has {n} tokens, which leaves no room in a context of {length}{hint}")
     return min(length, _INT32_MAX)
 
 

@@ -8,6 +8,7 @@
 #include "base/threads.h"
 
 #include <linux/futex.h>
+#include <fenv.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdatomic.h>
@@ -142,6 +143,7 @@ static void *worker_main(void *arg)
     worker *self = arg;
     hsri_threads *threads = self->threads;
     pthread_setname_np(pthread_self(), "hsr-worker");
+    fesetenv(FE_DFL_ENV);   /* not the rounding of the thread that created the engine */
     while (!atomic_load_explicit(&threads->stop, memory_order_acquire)) {
         /* Before the work, so that a loop opened during it is news. */
         uint32_t seen = atomic_load_explicit(&threads->round, memory_order_acquire);

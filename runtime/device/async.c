@@ -10,6 +10,7 @@
 #include "device/device.h"
 
 #include <errno.h>
+#include <fenv.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdbool.h>
@@ -99,6 +100,7 @@ static void *queue_main(void *arg)
     async_queue *queue = arg;
 
     pthread_setname_np(pthread_self(), "hsr-async");
+    fesetenv(FE_DFL_ENV);
     pthread_mutex_lock(&queue->lock);
     for (;;) {
         while (!queue->go && !queue->stop)

@@ -5,6 +5,7 @@
  * running requests first, then prompt chunks, starting with the session whose turn it is. */
 #include "engine/engine.h"
 
+#include <fenv.h>
 #include <stdlib.h>
 
 #include "base/array.h"
@@ -369,7 +370,11 @@ hsr_status hsri_step_run(hsr_engine *e)
     e->stepping = true;
     pthread_mutex_unlock(&e->lock);
     const uint64_t start = hsri_now_ns();
+    fenv_t host;
+    fegetenv(&host);
+    fesetenv(FE_DFL_ENV);   /* the host's rounding or flush-to-zero must not show in results */
     hsr_status status = compute(e, &failure);
+    fesetenv(&host);
     const uint64_t ns = hsri_now_ns() - start;
     pthread_mutex_lock(&e->lock);
     settle(e, status, &failure, ns);

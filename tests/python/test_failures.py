@@ -249,9 +249,9 @@ def test_help_tells_the_truth(path) -> None:
     ("options", "text"),
     [
         ({"stop": 5}, "stop must be"), ({"stop": [None]}, "stop must be"), ({"stop_tokens": 5}, "token ids must be a list"),
-        ({"logit_bias": "abc"}, "logit_bias must map"), ({"logit_bias": {5, 6}}, "logit_bias must map"), ({"logit_bias": {"5": 1.0}}, "logit_bias"),
-        ({"logit_bias": {5: None}}, "logit_bias.5."), ({"ignore_eos": "no"}, "ignore_eos must be True or False"), ({"temperature": None}, "temperature"),
-        ({"context": "5"}, "context"), ({"context": True}, "context"), ({"seed": "a"}, "seed"),
+        ({"logit_bias": "abc"}, "logit_bias must map"), ({"logit_bias": {5, 6}}, "logit_bias must map"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"), ({"logit_bias": {5: None}}, "logit_bias.5."),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False"), ({"temperature": None}, "temperature"), ({"context": "5"}, "context"), ({"context": True}, "context"), ({"seed": "a"}, "seed"),
     ],
 )  # fmt: skip
 def test_options_of_the_wrong_kind_are_named(model, options, text) -> None:
@@ -261,7 +261,8 @@ def test_options_of_the_wrong_kind_are_named(model, options, text) -> None:
 
 def test_numbers_beyond_every_range_are_named(model) -> None:
     for options, text in (
-        ({"temperature": 10**400}, "temperature is too large"), ({"context": 1 << 40}, "context is 1099511627776"), ({"context": -5}, "context is -5"),
+        ({"temperature": 10**400}, "temperature is too large"), ({"context": 1 << 40}, "context is 1099511627776"),
+        ({"context": -5}, "context is -5"),
         ({"stop": "\ud800"}, "half a character"), ({"stop_tokens": [99999]}, "99999"), ({"logit_bias": {5: math.inf}}, "inf"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
@@ -357,14 +358,16 @@ def test_errors_that_nobody_reads(path, folder, tmp_path) -> None:
     done = without_stderr("convert", tmp_path / "warns", tmp_path / "w.hsr", "--json")
     assert done.returncode == 0 and json.loads(done.stdout)["warnings"]
     with open("/dev/full", "w") as full:
-        done = subprocess.run(command("generate", path, "-p", "x", "--max-tokens", 2), stdout=subprocess.PIPE, stderr=full, text=True, timeout=60)
+        arguments = command("generate", path, "-p", "x", "--max-tokens", 2)
+        done = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=full, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, expected)
 
 
 def test_ids_that_are_no_list_of_ids(refuses, path, tmp_path) -> None:
     ids = tmp_path / "ids.json"
     for content, text in (
-        (b"[" * 100_000, "not JSON"), (b"[99999999999999999999]", "ids.json: token id 9{20}"), (b'["1"]', "ids.json: .*'1'"), (b"[[1]]", "ids.json"),
+        (b"[" * 100_000, "not JSON"), (b"[99999999999999999999]", "ids.json: token id 9{20}"),
+        (b'["1"]', "ids.json: .*'1'"), (b"[[1]]", "ids.json"),
         (b"[1,2]]", "not JSON"), (b"\xff\xfe[1]", "not JSON"), (b"", "not JSON"), (b"null", "list"), (b"[null]", "None"),
     ):  # fmt: skip
         ids.write_bytes(content)
@@ -381,7 +384,7 @@ def test_ids_that_are_no_list_of_ids(refuses, path, tmp_path) -> None:
 @pytest.fixture(scope="module")
 def large_folder(tmp_path_factory) -> Path:
     """Takes about a second to convert."""
-    cfg = tiny.config(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=2, head_dim=64)
+    cfg = tiny.config(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8, head_dim=64)
     return tiny.write_hf(tmp_path_factory.mktemp("large"), cfg, tiny.weights(cfg))
 
 
@@ -432,8 +435,10 @@ def test_destinations_of_a_conversion(refuses, folder, tmp_path) -> None:
     tiny.write_gguf(tmp_path / "m.gguf")
     (tmp_path / "link.gguf").symlink_to("m.gguf")
     for source, out, text in (
-        (tmp_path / "m.gguf", tmp_path / "m.gguf", "a file of the source"), (tmp_path / "m.gguf", tmp_path / "link.gguf", "a file of the source"),
-        (folder, folder / "config.json", "a file of the source"), (folder, folder, "it is a folder"), (folder, "", "name of the destination is empty"),
+        (tmp_path / "m.gguf", tmp_path / "m.gguf", "a file of the source"),
+        (tmp_path / "m.gguf", tmp_path / "link.gguf", "a file of the source"),
+        (folder, folder / "config.json", "a file of the source"),
+        (folder, folder, "it is a folder"), (folder, "", "name of the destination is empty"),
         ("", tmp_path / "x", "name of the source is empty"), (folder, tmp_path / "no" / "x", "no folder"),
     ):  # fmt: skip
         refuses("convert", source, out, text=text)
@@ -447,7 +452,8 @@ def test_destinations_of_a_conversion(refuses, folder, tmp_path) -> None:
 def test_a_folder_that_may_not_be_written(folder, tmp_path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     no_override = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"] if os.geteuid() == 0 else []
-    done = subprocess.run([*no_override, *command("convert", folder, tmp_path / "locked" / "x.hsr")], capture_output=True, text=True, timeout=60)
+    arguments = [*no_override, *command("convert", folder, tmp_path / "locked" / "x.hsr")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"hisparse-rt: cannot write {tmp_path}/locked/x.hsr: Permission denied\n"
 
@@ -455,7 +461,7 @@ def test_a_folder_that_may_not_be_written(folder, tmp_path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "text"),
     [
-        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "model.safetensors: .*not a safetensors file"),
+        ("model.safetensors", b"version 1 of a pointer\nsize 9\n", "model.safetensors: .*not a safetensors file"),
         ("model.safetensors", b"", "model.safetensors has only 0 bytes"),
         ("config.json", b'{"hidden_size": ' + b"9" * 10_000 + b"}", "config.json is not valid JSON"),
         ("config.json", b"[" * 200_000, "config.json is not valid JSON"),
@@ -530,6 +536,8 @@ def test_more_message_faults(model) -> None:
         model.chat("x", history="abc")
     with pytest.raises(ValueError, match="cannot replace 'messages'"):
         model.chat("x", variables={"messages": 1})
+    with pytest.raises(TypeError, match="variables"):
+        model.chat("x", variables="abc")
 
 
 def test_content_in_parts_is_text(model) -> None:
@@ -540,7 +548,7 @@ def test_content_in_parts_is_text(model) -> None:
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}{{ messages[0].content }}", "no system role"),
+        ("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}", "no system role"),
         ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "RecursionError"),
         ("{% include 'x' %}", "TypeError"),
         ("", "has no chat template"),

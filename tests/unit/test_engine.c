@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The engine through the public interface, over a tiny model: same bits however the work is cut, shared or interrupted; counters
  * back where they were; every refusal named. */
+#include <fenv.h>
 #include <pthread.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -180,6 +181,27 @@ static void test_seeds(hsr_model *m)
     CHECK(!same_tokens(&alone[1], &alone[3]));
     free(ids);
     end(e);
+}
+
+/* The host's rounding mode shows neither in results nor in what it finds afterwards. */
+static void test_rounding(hsr_model *m)
+{
+    enum { N = 200 };
+    int32_t *ids = some_ids(N);
+    float *out[2];
+
+    for (int i = 0; i < 2; i++) {
+        fesetround(i ? FE_UPWARD : FE_TONEAREST);
+        hsr_engine *e = engine_with(m, 64, 2, 0, 0);
+        hsr_session *s = session_with(e, 0, HSR_KV_AUTO);
+        out[i] = logits_of(s, ids, N);
+        OK(hsr_session_destroy(&s, &err));
+        end(e);
+        CHECK(fegetround() == (i ? FE_UPWARD : FE_TONEAREST));
+    }
+    fesetround(FE_TONEAREST);
+    CHECK(memcmp(out[0], out[1], (size_t)N * TINY_VOCAB * sizeof *out[0]) == 0);
+    free(out[0]), free(out[1]), free(ids);
 }
 
 /* fork, truncate and rebuild lead to the logits of a fresh session. */
@@ -631,6 +653,7 @@ int main(void)
     test_same_bits(m, HSR_KV_F32);
     test_same_bits(m, HSR_KV_BF16);
     test_seeds(m);
+    test_rounding(m);
     test_history(m);
     test_continue(m);
     test_context(m);

@@ -38,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="tokens to decode at each depth, at least 2 (default: %(default)s)")
     parser.add_argument("--repeats", type=common.whole(1), default=3, metavar="N",
                         help="runs of each measurement; medians are reported (default: %(default)s)")
-    parser.add_argument("--chunk", type=common.whole(1, 4096), default=512, metavar="N", help="prompt tokens per step (default: %(default)s)")
+    parser.add_argument("--chunk", type=common.whole(1, 4096), default=512, metavar="N",
+                        help="prompt tokens per step (default: %(default)s)")
     parser.add_argument("--text", metavar="FILE", help="text to use as the prompt (default: Python's own standard library)")
     parser.add_argument("--json", metavar="FILE", help="also write the results to FILE; - is standard output")
     parser.add_argument("--beyond-trained", action="store_true", help="allow depths above the length the model was trained for")

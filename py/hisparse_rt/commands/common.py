@@ -93,17 +93,21 @@ def _stop(text: str) -> str:
 
 def add_sampling(parser: argparse.ArgumentParser, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=whole(0), default=max_tokens, metavar="N", help="tokens to generate at most (default: %(default)s)")
+    group.add_argument("--max-tokens", type=whole(0), default=max_tokens, metavar="N",
+                       help="tokens to generate at most (default: %(default)s)")
     group.add_argument("--temperature", type=real(0), default=0.0, metavar="T", help="0 takes the most likely token (default: %(default)s)")
-    group.add_argument("--top-k", type=whole(0), default=0, metavar="K", help="keep the K most likely tokens; 0 is off (default: %(default)s)")
+    group.add_argument("--top-k", type=whole(0), default=0, metavar="K",
+                       help="keep the K most likely tokens; 0 is off (default: %(default)s)")
     group.add_argument("--top-p", type=real(0, 1, above=True), default=1.0, metavar="P",
                        help="keep the most likely tokens that hold this probability; 1 is off (default: %(default)s)")
     group.add_argument("--min-p", type=real(0, 1), default=0.0, metavar="P",
                        help="drop tokens less likely than this share of the best; 0 is off (default: %(default)s)")
     group.add_argument("--repetition-penalty", type=real(0, above=True), default=1.0, metavar="R",
                        help="weaken tokens seen before; 1 is off (default: %(default)s)")
-    group.add_argument("--seed", type=whole(0, (1 << 64) - 1), metavar="S", help="0 to 2^64-1; the same seed draws the same tokens (default: a new one)")
-    group.add_argument("--stop", type=checked(_stop), action="append", default=[], metavar="TEXT", help="text that ends the output; may be given several times")
+    group.add_argument("--seed", type=whole(0, (1 << 64) - 1), metavar="S",
+                       help="0 to 2^64-1; the same seed draws the same tokens (default: a new one)")
+    group.add_argument("--stop", type=checked(_stop), action="append", default=[], metavar="TEXT",
+                       help="text that ends the output; may be given several times")
 
 
 def sampling_options(args: argparse.Namespace) -> dict[str, Any]:

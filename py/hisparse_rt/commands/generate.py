@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     prompt = _read_prompt(args) if args.prompt is None else args.prompt
     with common.open_model(args) as model, progress.bar("reading the prompt", "tok") as report:
         stream = start(
-            model, prompt if args.raw else model.chat_ids(prompt, system=args.system), progress=report, context=args.context, beyond_trained=args.beyond_trained, **common.sampling_options(args)
+            model, prompt if args.raw else model.chat_ids(prompt, system=args.system), progress=report, context=args.context,
+            beyond_trained=args.beyond_trained, **common.sampling_options(args),
         )
         with stream:
             for piece in stream:
