@@ -19,6 +19,12 @@ static uint64_t read_number(const char *path, const char *prefix)
     return value;
 }
 
+uint64_t hsri_memory_total(void)
+{
+    uint64_t total = read_number("/proc/meminfo", "MemTotal:") * 1024, limit = read_number("/sys/fs/cgroup/memory.max", "");
+    return limit && limit < total ? limit : total;
+}
+
 uint64_t hsri_memory_available(void)
 {
     uint64_t available = read_number("/proc/meminfo", "MemAvailable:") * 1024;

@@ -41,7 +41,10 @@ static hsr_status create_weights(hsr_engine *e, hsr_error *err)
 static hsr_status create_pool(hsr_engine *e, hsr_error *err)
 {
     const hsri_hparams *hp = &e->model->hp;
-    uint64_t bytes = e->opts.hot_bytes;
+    uint64_t bytes = e->opts.hot_bytes, total = hsri_memory_total();
+    if (total && bytes > total)
+        return hsri_fail(err, HSR_E_INVALID, "hot_bytes is %llu, but the machine has %llu bytes of memory", (unsigned long long)bytes,
+                         (unsigned long long)total);
     if (bytes == 0) {
         bytes = hsri_memory_available() / 2;
         bytes = hsri_min(hsri_max(bytes, 64ull << 20), 1ull << 42);

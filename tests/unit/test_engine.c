@@ -405,6 +405,9 @@ static void test_struct_sizes(hsr_model *m)
     CHECK(st.newer == 0 && st.known.struct_size == sizeof st && st.known.n_threads == 1);
     OK(hsr_engine_destroy(&e, &err));
     CHECK(hsr_engine_create(NULL, NULL, &e, &err) == HSR_E_INVALID);
+    hsr_engine_opts_init(&o.known);
+    o.known.hot_bytes = 1ull << 50;
+    CHECK(hsr_engine_create(m, &o.known, &e, &err) == HSR_E_INVALID && strstr(err.message, "hot_bytes"));
     OK(hsr_engine_destroy(NULL, &err));
     OK(hsr_session_destroy(NULL, &err));
     hsr_model_close(NULL);
