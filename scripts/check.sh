@@ -57,14 +57,10 @@ build build/tsan
 TSAN_OPTIONS=halt_on_error=1 meson test -C build/tsan --quiet --print-errorlogs --timeout-multiplier 8 \
     --suite unit --wrapper "setarch $(uname -m) -R"
 
-# The emulator runs what computes; it cannot fork a program that has threads, as other tests do.
-step "processors without AVX, with AVX2 (emulated)"
+# Not for AVX2: this emulator loads the lanes that a masked load hides, so that reads at the edge of a page fault in it alone.
+step "a processor without AVX (emulated)"
 if [ "$(uname -m)" = x86_64 ] && has qemu-x86_64; then
-    emulated() {
-        meson test -C build/werror-gcc --quiet --print-errorlogs --timeout-multiplier 10 --wrapper "qemu-x86_64 -cpu $1" "${@:2}"
-    }
-    emulated Nehalem device engine reference
-    emulated Haswell device avx2
+    meson test -C build/werror-gcc --quiet --print-errorlogs --timeout-multiplier 10 --wrapper "qemu-x86_64 -cpu Nehalem" reference
 else
     left_out+=(qemu-x86_64)
 fi
@@ -74,7 +70,7 @@ if has aarch64-linux-gnu-gcc; then
     configure build/aarch64 --cross-file tests/cross/aarch64.ini --werror
     build build/aarch64
     if has qemu-aarch64; then
-        meson test -C build/aarch64 --quiet --print-errorlogs --timeout-multiplier 10 container device engine reference
+        meson test -C build/aarch64 --quiet --print-errorlogs --timeout-multiplier 10 container reference
     fi
 else
     left_out+=(aarch64-linux-gnu-gcc)
