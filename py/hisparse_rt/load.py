@@ -24,7 +24,7 @@ def load(
     path          a `.hsr` file; or a Hugging Face folder or `.gguf` file, which is converted once and kept in a cache
     ram, hot      budget of the key-value memory: bytes, or a text such as "4GiB". None: half of the memory now available
     threads       threads that compute, 0 to 1024; 0: as many as the machine gives this process
-    isa           highest instruction set to use: "auto", "reference", "avx2" or "avx512"
+    isa           highest instruction set to use: "auto", "reference", "avx2", "avx512" or "amx"
     kv            key-value format of sessions: "f32", "bf16", or "auto" (f32 for models of dtype f32, else bf16)
     chunk         most tokens of one prompt in one step, 1 to 4096
     max_sessions, max_batch   most sessions at a time; most rows of one step

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from .template import ChatTemplate
     from .tokenizer import TextCodec
 
-ISA_LEVELS = {"auto": lib.HSR_ISA_AUTO, "reference": lib.HSR_ISA_REFERENCE, "avx2": lib.HSR_ISA_AVX2, "avx512": lib.HSR_ISA_AVX512}
+ISA_LEVELS = {"auto": lib.HSR_ISA_AUTO, "reference": lib.HSR_ISA_REFERENCE, "avx2": lib.HSR_ISA_AVX2, "avx512": lib.HSR_ISA_AVX512,
+              "amx": lib.HSR_ISA_AMX}
 DTYPES = {lib.HSR_DTYPE_F32: "f32", lib.HSR_DTYPE_BF16: "bf16", lib.HSR_DTYPE_Q8: "q8", lib.HSR_DTYPE_Q4: "q4"}
 _LOG_LEVELS = ((logging.ERROR, lib.HSR_LOG_ERROR), (logging.WARNING, lib.HSR_LOG_WARN), (logging.INFO, lib.HSR_LOG_INFO))
 _CLOSE_SECONDS = 30.0

@@ -27,7 +27,7 @@ static hsr_status in_range(const char *name, int32_t value, int32_t lo, int32_t 
 static hsr_status check_opts(const hsr_engine_opts *o, hsr_error *err)
 {
     HSRI_TRY(in_range("n_threads", o->n_threads, 0, MAX_THREADS, err));
-    HSRI_TRY(in_range("isa", o->isa, HSR_ISA_AUTO, HSR_ISA_AVX512, err));
+    HSRI_TRY(in_range("isa", o->isa, HSR_ISA_AUTO, HSR_ISA_AMX, err));
     HSRI_TRY(in_range("chunk_tokens", o->chunk_tokens, 1, MAX_CHUNK, err));
     HSRI_TRY(in_range("max_sessions", o->max_sessions, 1, MAX_SESSIONS, err));
     HSRI_TRY(in_range("max_batch", o->max_batch, 1, 16 * MAX_CHUNK, err));

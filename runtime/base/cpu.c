@@ -6,10 +6,10 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <sched.h>
-#include <stdbool.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "base/array.h"
@@ -24,6 +24,9 @@
 #define LEAF7_EBX_AVX512  (bit_AVX512F | bit_AVX512DQ | bit_AVX512BW | bit_AVX512VL)
 #define XCR0_YMM          0x06u   /* SSE and AVX state */
 #define XCR0_ZMM          0xE6u   /* and mask, upper ZMM, high ZMM state */
+#define XCR0_TILE         0x60000u /* tile configuration and data */
+#define LEAF7_EDX_AMX     (1u << 22 | 1u << 24)  /* AMX-BF16, AMX-TILE */
+#define LEAF7_1_EAX_BF16  (1u << 5)              /* AVX512-BF16 */
 
 /* Which register files the operating system saves on a context switch. Valid only if cpuid reports OSXSAVE. */
 static unsigned saved_state(void)
@@ -43,8 +46,17 @@ int32_t hsri_cpu_isa(void)
         return HSR_ISA_REFERENCE;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(b & bit_AVX2))
         return HSR_ISA_REFERENCE;
-    bool avx512 = (b & LEAF7_EBX_AVX512) == LEAF7_EBX_AVX512 && (saved & XCR0_ZMM) == XCR0_ZMM;
-    return avx512 ? HSR_ISA_AVX512 : HSR_ISA_AVX2;
+    if ((b & LEAF7_EBX_AVX512) != LEAF7_EBX_AVX512 || (saved & XCR0_ZMM) != XCR0_ZMM)
+        return HSR_ISA_AVX2;
+    bool tiles = (d & LEAF7_EDX_AMX) == LEAF7_EDX_AMX && (saved & XCR0_TILE) == XCR0_TILE;
+    bool bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & LEAF7_1_EAX_BF16);
+    return tiles && bf16 ? HSR_ISA_AMX : HSR_ISA_AVX512;
+}
+
+bool hsri_cpu_allow_amx(void)
+{
+    enum { REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };   /* of arch_prctl; asking twice is harmless */
+    return hsri_cpu_isa() == HSR_ISA_AMX && syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 }
 
 #else
@@ -52,6 +64,11 @@ int32_t hsri_cpu_isa(void)
 int32_t hsri_cpu_isa(void)
 {
     return HSR_ISA_REFERENCE;
+}
+
+bool hsri_cpu_allow_amx(void)
+{
+    return false;
 }
 
 #endif
@@ -63,6 +80,7 @@ const char *hsri_isa_name(int32_t isa)
     case HSR_ISA_REFERENCE: return "reference";
     case HSR_ISA_AVX2:      return "avx2";
     case HSR_ISA_AVX512:    return "avx512";
+    case HSR_ISA_AMX:       return "amx";
     default:                return "unknown";
     }
 }

@@ -235,7 +235,8 @@ uint64_t hsri_compound_scratch(uint32_t n_rows, uint32_t hidden, uint32_t widest
 /* Fill the compound entries of ops with the defaults. */
 void hsri_compound_fill(hsri_ops *ops);
 
-/* The CPU back end. isa is a concrete HSR_ISA_* level at or below hsri_cpu_isa(); operations split over n_threads threads. */
+/* The CPU back end at a level HSR_ISA_*, or the best there is; operations split over n_threads threads. HSR_E_UNSUPPORTED if the
+ * machine, or for AMX the system, lacks the level. */
 hsr_status hsri_cpu_device_create(int32_t n_threads, int32_t isa, hsri_log *log, hsri_device **dev, hsr_error *err);
 
 /* A debugging back end over another one, which it owns from success on: operations run later, on a thread of their own; copy_out targets hold

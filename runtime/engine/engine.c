@@ -14,14 +14,10 @@
 
 static hsr_status create_device(hsr_engine *e, hsr_error *err)
 {
-    const int32_t best = hsri_cpu_isa();
-    int32_t isa = e->opts.isa == HSR_ISA_AUTO ? best : e->opts.isa;
-    if (isa > best)
-        return hsri_fail(err, HSR_E_UNSUPPORTED, "instruction set '%s' is not available here; the best is '%s'", hsri_isa_name(isa), hsri_isa_name(best));
     if (e->opts.n_threads == 0)
         e->opts.n_threads = hsri_cpu_count();
 
-    HSRI_TRY(hsri_cpu_device_create(e->opts.n_threads, isa, &e->log, &e->dev, err));
+    HSRI_TRY(hsri_cpu_device_create(e->opts.n_threads, e->opts.isa, &e->log, &e->dev, err));
     if (e->opts.flags & HSR_ENGINE_ASYNC_DEBUG) {
         hsri_device *outer;
         HSRI_TRY(hsri_async_device_create(e->dev, &outer, err));

@@ -104,7 +104,7 @@ static void test_engine_options(hsr_model *m)
     REFUSE(n_threads, -1, HSR_E_INVALID);
     REFUSE(n_threads, 1025, HSR_E_INVALID);
     REFUSE(isa, -1, HSR_E_INVALID);
-    REFUSE(isa, 4, HSR_E_INVALID);
+    REFUSE(isa, 5, HSR_E_INVALID);
     REFUSE(chunk_tokens, 0, HSR_E_INVALID);
     REFUSE(chunk_tokens, INT32_MIN, HSR_E_INVALID);
     REFUSE(chunk_tokens, 4097, HSR_E_INVALID);

@@ -34,7 +34,8 @@ typedef struct linear_work {
     const uint8_t *arena;
     uint64_t copy_bytes;
     uint32_t copy0, copy1;   /* copies of the weights to go through */
-    const float *x;
+    const float *x;          /* prepared, if the level wants that; its time is in bench_rows */
+    uint64_t x_stride;
     float *out;
     uint32_t thread, n_threads;
     pthread_t id;
@@ -48,7 +49,7 @@ static void *run_linear(void *arg)
     uint32_t p1 = (uint32_t)((uint64_t)n_panels * (w->thread + 1) / w->n_threads);
     for (uint32_t c = w->copy0; c < w->copy1; c++) {
         hsri_packed packed = hsri_packed_at(w->arena + c * w->copy_bytes, w->dtype, w->n, w->k);
-        w->kernels->linear[w->dtype](&packed, p0, p1, w->x, w->k, w->m, NULL, w->out, w->n);
+        w->kernels->linear[w->dtype](&packed, p0, p1, w->x, w->x_stride, w->m, NULL, w->out, w->n);
     }
     return NULL;
 }
@@ -98,12 +99,17 @@ static void bench_linear(const char *name, const hsri_kernels *kernels, const ui
     for (size_t s = 0; s < sizeof shapes / sizeof *shapes; s++) {
         uint32_t n = shapes[s].n, k = shapes[s].k;
         float *x = hsri_new_aligned((size_t)512 * k, sizeof *x), *out = hsri_new_aligned((size_t)512 * n, sizeof *out);
-        if (x == NULL || out == NULL) {
+        float *prepared = hsri_new_aligned(512 * hsri_prepared_stride(k), sizeof *prepared);
+        if (x == NULL || out == NULL || prepared == NULL) {
             exit(2);
         }
         fill_values(x, (size_t)512 * k, VALUES_UNIT);
         for (int dtype = 0; dtype < HSRI_N_DTYPES; dtype++) {
             printf("%-10s linear %-4s %-20s", name, dtype_names[dtype], shapes[s].what);
+            bool prepares = kernels->prepare[dtype] != NULL;
+            if (prepares) {
+                kernels->prepare[dtype](x, k, 512, k, prepared);
+            }
             for (size_t i = 0; i < sizeof row_counts / sizeof *row_counts; i++) {
                 uint32_t m = row_counts[i];
                 if (m == 512 && n > 10000) {
@@ -114,7 +120,8 @@ static void bench_linear(const char *name, const hsri_kernels *kernels, const ui
                 uint64_t most = ARENA_BYTES / bytes, enough = 1 + (uint64_t)6e9 / (2ull * n * k * m);
                 uint32_t copies = (uint32_t)(m <= 8 ? most : hsri_min(most, enough));
                 linear_work w = { .kernels = kernels, .dtype = (hsri_dtype)dtype, .n = n, .k = k, .m = m, .arena = arena,
-                                  .copy_bytes = bytes, .x = x, .out = out, .n_threads = n_threads };
+                                  .copy_bytes = bytes, .x = prepares ? prepared : x,
+                                  .x_stride = prepares ? hsri_prepared_stride(k) : k, .out = out, .n_threads = n_threads };
                 double seconds = time_linear(w, copies);
                 printf("  M=%-3u %6.1f GF/s %5.1f GB/s", m, 2e-9 * n * k * m / seconds, (double)bytes * 1e-9 / seconds);
                 fflush(stdout);
@@ -122,6 +129,7 @@ static void bench_linear(const char *name, const hsri_kernels *kernels, const ui
             printf("\n");
         }
         free(x);
+        free(prepared);
         free(out);
     }
 }
@@ -207,6 +215,14 @@ static void bench_rows(const char *name, const hsri_kernels *kernels)
     free(slot);
     printf("%-10s silu_mul %.2f ns/element  rms_norm %.2f ns/element  page_put d=64: f32 %.0f ns, bf16 %.0f ns\n", name,
            silu, norm, put[0], put[1]);
+    if (kernels->prepare[HSRI_DTYPE_Q8] != NULL) {
+        static float prepared[2 * N];
+        start = now(1);
+        for (int i = 0; i < REPEATS; i++) {
+            kernels->prepare[HSRI_DTYPE_Q8](in, N, 1, N, prepared);
+        }
+        printf("%-10s prepare %.2f ns/element\n", name, (double)(now(1) - start) / REPEATS / N);
+    }
 }
 
 void bench_level(const char *name, const hsri_kernels *kernels, uint32_t n_threads)

@@ -111,6 +111,35 @@ typedef struct product {
     uint32_t m, x_stride, out_stride;
 } product;
 
+/* Whether a level rounds what meets bf16 numbers and packed codes to bf16 itself. */
+static bool rounds_inputs(const hsri_kernels *kernels, hsri_dtype dtype)
+{
+    return kernels->prepare[dtype] != NULL;
+}
+
+static void round_to_bf16(float *x, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        x[i] = hsri_bf16_to_f32(hsri_f32_to_bf16(x[i]));
+    }
+}
+
+/* kernels->linear, with prepared inputs if the level wants them. */
+static void multiply(const hsri_kernels *kernels, hsri_dtype dtype, const hsri_packed *w, uint32_t panel0, uint32_t panel1, const float *x,
+                     uint64_t x_stride, uint32_t m, const float *bias, float *out, uint64_t out_stride)
+{
+    if (kernels->prepare[dtype] == NULL) {
+        kernels->linear[dtype](w, panel0, panel1, x, x_stride, m, bias, out, out_stride);
+        return;
+    }
+    uint64_t stride = hsri_prepared_stride(w->k);
+    float *prepared = guard_new(m * stride * sizeof *prepared);
+    kernels->prepare[dtype](x, x_stride, m, w->k, prepared);
+    check_guard(prepared);
+    kernels->linear[dtype](w, panel0, panel1, prepared, stride, m, bias, out, out_stride);
+    guard_free(prepared);
+}
+
 static product product_new(hsri_dtype dtype, uint32_t n, uint32_t k, uint32_t m, values weights, values inputs)
 {
     product t = { .m = m, .x_stride = k + random_below(3), .out_stride = n + random_below(3) };
@@ -138,11 +167,14 @@ static void product_free(product *t)
     guard_free(t->reference);
 }
 
-static void product_check(const product *t, hsri_dtype dtype, const float *bias)
+/* flushed: numbers below the normal range may count as zero, which changes each product (weights are below 1 here) and the
+ * sums it goes through by less than 2^-126. */
+static void product_check(const product *t, hsri_dtype dtype, const float *bias, bool flushed)
 {
     const hsri_packed *w = &t->p.w;
     limit exact = times(limit_of("linear"), 1.0);
     exact.ulps += 4.0 * (w->n_runs / 8);
+    exact.absolute += flushed ? 3.0 * w->k * 0x1p-126 : 0.0;
     limit twice = times(&exact, 2.0);
     for (uint32_t i = 0; i < t->m; i++) {
         for (uint32_t n = 0; n < w->n; n++) {
@@ -191,9 +223,13 @@ static void test_linear_values(const hsri_kernels *kernels, const hsri_kernels *
                 product t = product_new(dtype, n, k, m, weights, (values)kind);
                 const float *bias = c % 2 == 0 ? t.bias : NULL;
                 uint32_t panels = (n + 15) / 16;
-                reference->linear[dtype](&t.p.w, 0, panels, t.x, t.x_stride, m, bias, t.reference, t.out_stride);
-                kernels->linear[dtype](&t.p.w, 0, panels, t.x, t.x_stride, m, bias, t.out, t.out_stride);
-                product_check(&t, dtype, bias);
+                bool rounds = rounds_inputs(kernels, dtype);
+                if (rounds) {
+                    round_to_bf16(t.x, (size_t)(m - 1) * t.x_stride + k);
+                }
+                multiply(reference, dtype, &t.p.w, 0, panels, t.x, t.x_stride, m, bias, t.reference, t.out_stride);
+                multiply(kernels, dtype, &t.p.w, 0, panels, t.x, t.x_stride, m, bias, t.out, t.out_stride);
+                product_check(&t, dtype, bias, rounds);
                 product_free(&t);
             }
         }
@@ -209,24 +245,44 @@ static void test_linear_bits(const hsri_kernels *kernels, hsri_dtype dtype)
         uint32_t n = shapes[s].n, k = shapes[s].k, most = shapes[s].m, panels = (n + 15) / 16;
         product t = product_new(dtype, n, k, most, VALUES_UNIT, s % 2 == 0 ? VALUES_UNIT : VALUES_WIDE);
         for (uint32_t i = 0; i < most; i++) {
-            kernels->linear[dtype](&t.p.w, 0, panels, t.x + (size_t)i * t.x_stride, t.x_stride, 1, t.bias,
-                                   t.reference + (size_t)i * t.out_stride, t.out_stride);
+            multiply(kernels, dtype, &t.p.w, 0, panels, t.x + (size_t)i * t.x_stride, t.x_stride, 1, t.bias,
+                     t.reference + (size_t)i * t.out_stride, t.out_stride);
         }
         for (uint32_t m = most > 33 ? most : 1; m <= most; m++) {
             size_t bytes = ((size_t)(m - 1) * t.out_stride + n) * sizeof(float);
             test_case("n=%u k=%u: 1 row against %u", n, k, m);
             memset(t.out, 0xff, bytes);
-            kernels->linear[dtype](&t.p.w, 0, panels, t.x, t.x_stride, m, t.bias, t.out, t.out_stride);
+            multiply(kernels, dtype, &t.p.w, 0, panels, t.x, t.x_stride, m, t.bias, t.out, t.out_stride);
             check_same("output", t.out, t.reference, bytes);
             test_case("n=%u k=%u rows=%u: panels cut", n, k, m);
             memset(t.out, 0xff, bytes);
             for (uint32_t p = 0, next; p < panels; p = next) {
                 next = p + 1 + random_below(panels - p);
-                kernels->linear[dtype](&t.p.w, p, next, t.x, t.x_stride, m, t.bias, t.out, t.out_stride);
+                multiply(kernels, dtype, &t.p.w, p, next, t.x, t.x_stride, m, t.bias, t.out, t.out_stride);
             }
             check_same("output", t.out, t.reference, bytes);
         }
         check_guard(t.out);
+        product_free(&t);
+    }
+}
+
+/* Inputs of full precision give the bits of inputs that were rounded before, to the nearest, ties to even. */
+static void test_linear_rounding(const hsri_kernels *kernels, hsri_dtype dtype)
+{
+    if (!rounds_inputs(kernels, dtype)) {
+        return;
+    }
+    for (uint32_t m = 1; m <= 40; m += 13) {
+        product t = product_new(dtype, 40, 301, m, VALUES_UNIT, VALUES_UNIT);
+        size_t n_inputs = (size_t)(m - 1) * t.x_stride + 301, bytes = ((size_t)(m - 1) * t.out_stride + 40) * sizeof(float);
+        test_case("rows=%u", m);
+        t.x[0] = 0x1.010000p0f;   /* ties */
+        t.x[1] = 0x1.030000p0f;
+        multiply(kernels, dtype, &t.p.w, 0, 3, t.x, t.x_stride, m, NULL, t.out, t.out_stride);
+        round_to_bf16(t.x, n_inputs);
+        multiply(kernels, dtype, &t.p.w, 0, 3, t.x, t.x_stride, m, NULL, t.reference, t.out_stride);
+        check_same("output", t.out, t.reference, bytes);
         product_free(&t);
     }
 }
@@ -238,7 +294,7 @@ static void test_linear_nan(const hsri_kernels *kernels, hsri_dtype dtype)
     for (uint32_t k = 0; k < 70; k += 23) {
         test_case("NaN in input %u", k);
         t.x[4 * t.x_stride + k] = NAN;
-        kernels->linear[dtype](&t.p.w, 0, 3, t.x, t.x_stride, 9, NULL, t.out, t.out_stride);
+        multiply(kernels, dtype, &t.p.w, 0, 3, t.x, t.x_stride, 9, NULL, t.out, t.out_stride);
         for (uint32_t i = 0; i < 9; i++) {
             for (uint32_t n = 0; n < 33; n++) {
                 if (!isnan(t.out[i * t.out_stride + n]) != (i != 4)) {
@@ -551,7 +607,20 @@ static void attention_run(const attention *t, const hsri_kernels *kernels, uint3
     kernels->attend[t->type](&a);
 }
 
-static void attention_check(const attention *t, const float *reference)
+/* Whether a level rounds queries and softmax weights to bf16 where pages are bf16. */
+static bool rounds_attention(const hsri_kernels *kernels, hsri_kv_type type)
+{
+    return type == HSRI_KV_TYPE_BF16 && rounds_inputs(kernels, HSRI_DTYPE_BF16);
+}
+
+/* Each weight is off by at most 2^-8 of itself after rounding and 3e-6 before; below 2^-126 it is 0. */
+static limit sums_of_rounded(const limit *sums)
+{
+    return (limit) { sums->kernel, sums->ulps + 0x1p-8 * 0x1p24 + 3e-6 * 0x1p24, sums->absolute + HSRI_GROUP_TOKENS * 0x1p-126,
+                     sums->reason };
+}
+
+static void attention_check(const attention *t, const float *reference, bool rounds)
 {
     double *score = malloc((t->n_tokens + 1) * sizeof *score);
     for (uint32_t i = 0; i < t->n_queries; i++) {
@@ -574,6 +643,9 @@ static void attention_check(const attention *t, const float *reference)
         /* An error of a score is the same relative error of its weight. */
         limit sums = times(limit_of("attend"), 1.0);
         sums.ulps += 2 * scores->ulps * magnitude;
+        if (rounds) {
+            sums = sums_of_rounded(&sums);
+        }
         limit twice = times(&sums, 2.0);
         for (uint32_t n = 0; n < t->visible[i]; n++) {
             score[n] = exp(score[n] - max);
@@ -623,13 +695,17 @@ static void test_attend_values(const hsri_kernels *kernels, const hsri_kernels *
                 test_case("d=%u tokens=%u queries=%u pattern=%u", d, n_tokens, n_queries, pattern);
                 attention t = attention_new(type, d, n_tokens, n_queries);
                 set_visible(&t, pattern);
+                bool rounds = rounds_attention(kernels, type);
+                if (rounds) {
+                    round_to_bf16(t.queries, (size_t)n_queries * d);
+                }
                 size_t bytes = (size_t)n_queries * (d + 2) * sizeof(float);
                 float *ref = malloc(bytes);
                 attention_run(&t, reference, 0, n_queries);
                 memcpy(ref, t.partials, bytes);
                 memset(t.partials, 0xff, bytes);
                 attention_run(&t, kernels, 0, n_queries);
-                attention_check(&t, ref);
+                attention_check(&t, ref, rounds);
                 check_guard(t.partials);
                 check_guard(t.scratch);
                 /* each query alone has the same bits */
@@ -789,7 +865,8 @@ void test_level(const char *name, const hsri_kernels *kernels, const hsri_kernel
     for (int i = 0; i < HSRI_N_DTYPES; i++) {
         hsri_dtype dtype = (hsri_dtype)i;
         snprintf(kernel, sizeof kernel, "linear %s", dtype_names[i]);
-        RUN(test_linear_values(kernels, reference, dtype); test_linear_bits(kernels, dtype); test_linear_nan(kernels, dtype));
+        RUN(test_linear_values(kernels, reference, dtype); test_linear_bits(kernels, dtype); test_linear_nan(kernels, dtype);
+            test_linear_rounding(kernels, dtype));
         snprintf(kernel, sizeof kernel, "unpack_row %s", dtype_names[i]);
         RUN(test_unpack_row(kernels, dtype));
     }

@@ -26,7 +26,7 @@ static void on_crash(int signal_number)
 static int usage(void)
 {
     fprintf(stderr, "usage: test_kernels [--isa NAME] [--bench] [--threads N]\nlevels:");
-    for (int32_t isa = HSR_ISA_REFERENCE; isa <= HSR_ISA_AVX512; isa++) {
+    for (int32_t isa = HSR_ISA_REFERENCE; isa <= HSR_ISA_AMX; isa++) {
         fprintf(stderr, " %s", hsri_isa_name(isa));
     }
     fprintf(stderr, "\n");
@@ -58,13 +58,14 @@ int main(int argc, char **argv)
     if (!bench) {
         test_conversions();
     }
-    for (int32_t isa = HSR_ISA_REFERENCE; isa <= HSR_ISA_AVX512; isa++) {
+    for (int32_t isa = HSR_ISA_REFERENCE; isa <= HSR_ISA_AMX; isa++) {
         const char *name = hsri_isa_name(isa);
         if (only != NULL && strcmp(only, name) != 0) {
             continue;
         }
         known = true;
-        if (isa > hsri_cpu_isa()) {
+        if (isa > hsri_cpu_isa() || (isa == HSR_ISA_AMX && !hsri_cpu_allow_amx())) {
+            printf("%-10s not on this machine\n", name);
             continue;
         }
         ran = true;

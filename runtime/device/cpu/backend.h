@@ -21,6 +21,9 @@ typedef struct hsri_cpu_buffer {
     hsri_cpu_memory memory;
 } hsri_cpu_buffer;
 
+/* Room for at least one row of any model. */
+#define HSRI_CPU_PREPARED_BYTES (4u << 20)
+
 /* Entries never move, so that looking up a live id needs no lock while others are added: chunk c holds
  * HSRI_CPU_FIRST_CHUNK << c entries. */
 #define HSRI_CPU_FIRST_CHUNK 64u
@@ -36,6 +39,7 @@ typedef struct hsri_cpu_device {
     uint32_t         n_ids;         /* ids ever given: 1..n_ids */
     uint32_t         unused;        /* first freed id, 0: none */
     float           *scratch;       /* HSRI_ATTEND_SCRATCH floats per thread */
+    uint32_t         prepared;      /* buffer of HSRI_CPU_PREPARED_BYTES for inputs of linear, if the level prepares them */
     /* Of the sampler; both grow at the first call of a size and stay. */
     hsri_sample_work *sample_work;  /* one per thread */
     hsri_sample_part *sample_parts;

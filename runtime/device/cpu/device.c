@@ -275,16 +275,41 @@ static hsr_status create_parts(hsri_cpu_device *cpu, int32_t n_threads, hsr_erro
     cpu->sample_work = hsri_new_array((size_t)n_threads, sizeof *cpu->sample_work);
     if (!cpu->scratch || !cpu->sample_work)
         return hsri_fail(err, HSR_E_NOMEM, "no memory for the scratch of %d compute threads", (int)n_threads);
+    for (int i = 0; i < HSRI_N_DTYPES; i++)
+        if (cpu->kernels.prepare[i])
+            return cpu_alloc(&cpu->base, HSRI_CPU_PREPARED_BYTES, &cpu->prepared, err);
+    return HSR_OK;
+}
+
+/* A wish as a level. AMX is the system's to give, and is asked for before there are threads. */
+static hsr_status resolve_isa(int32_t wish, hsri_log *log, int32_t *isa, hsr_error *err)
+{
+    int32_t best = hsri_cpu_isa();
+
+    *isa = wish == HSR_ISA_AUTO ? best : wish;
+    if (*isa > best)
+        return hsri_fail(err, HSR_E_UNSUPPORTED, "instruction set '%s' is not available here; the best is '%s'", hsri_isa_name(*isa),
+                         hsri_isa_name(best));
+    if (*isa != HSR_ISA_AMX || hsri_cpu_allow_amx())
+        return HSR_OK;
+    if (wish == HSR_ISA_AMX)
+        return hsri_fail(err, HSR_E_UNSUPPORTED, "the system does not let this process use AMX registers");
+    *isa = HSR_ISA_AVX512;
+    if (log)
+        hsri_log_write(log, HSR_LOG_INFO, "cpu device: the system does not let this process use AMX registers; going on with %s",
+                       hsri_isa_name(*isa));
     return HSR_OK;
 }
 
 hsr_status hsri_cpu_device_create(int32_t n_threads, int32_t isa, hsri_log *log, hsri_device **dev, hsr_error *err)
 {
-    hsri_cpu_device *cpu = hsri_new_array(1, sizeof *cpu);
+    hsri_cpu_device *cpu;
     hsr_status       status;
 
     *dev = NULL;
     assert(n_threads >= 1);
+    HSRI_TRY(resolve_isa(isa, log, &isa, err));
+    cpu = hsri_new_array(1, sizeof *cpu);
     if (!cpu)
         return hsri_fail(err, HSR_E_NOMEM, "no memory for the CPU device");
     if (pthread_mutex_init(&cpu->lock, NULL) != 0) {

@@ -11,6 +11,9 @@ void hsri_kernels_fill(hsri_kernels *k, int32_t isa)
     if (isa >= HSR_ISA_AVX512) {
         hsri_kernels_fill_avx512(k);
     }
+    if (isa >= HSR_ISA_AMX) {
+        hsri_kernels_fill_amx(k);
+    }
 #else
     (void)isa;
 #endif

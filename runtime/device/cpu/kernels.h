@@ -35,12 +35,17 @@ typedef struct hsri_attend_args {
 } hsri_attend_args;
 
 #define HSRI_ATTEND_MAX_QUERIES 64u   /* most queries of one call */
-#define HSRI_ATTEND_SCRATCH (HSRI_ATTEND_MAX_QUERIES * HSRI_GROUP_TOKENS)
+#define HSRI_ATTEND_MAX_HEAD_DIM 512u /* models have no more */
+/* Scores of all queries, with gaps between runs, and room for the queries in 16 bits. */
+#define HSRI_ATTEND_SCRATCH (HSRI_ATTEND_MAX_QUERIES * (HSRI_GROUP_TOKENS * 17 / 16 + HSRI_ATTEND_MAX_HEAD_DIM / 2 + HSRI_RUN / 2))
 
 typedef struct hsri_kernels {
+    /* NULL: linear of this dtype takes rows of inputs as they are. Else it takes what this makes of them, once for all panels:
+     * n_rows rows of hsri_prepared_stride(k) floats, whose content is this level's own. Speed wants `prepared` 64-byte aligned. */
+    void (*prepare[HSRI_N_DTYPES])(const float *x, uint64_t x_stride, uint32_t n_rows, uint32_t k, float *prepared);
     /* out[i * out_stride + c] for rows i < n_rows and outputs c of panels [panel0, panel1), only c < w->n written:
      * the product in the order of docs/model-file.md, plus bias[c] if bias is not NULL. x rows are x_stride floats apart;
-     * exactly k floats of a row are read. */
+     * exactly k floats of a row are read (of a prepared row, all of it). */
     void (*linear[HSRI_N_DTYPES])(const hsri_packed *w, uint32_t panel0, uint32_t panel1, const float *x, uint64_t x_stride, uint32_t n_rows,
                                   const float *bias, float *out, uint64_t out_stride);
     /* out[0..k) = row n of w, decoded */
@@ -60,12 +65,22 @@ typedef struct hsri_kernels {
     uint32_t (*nonfinite)(const float *x, uint64_t n);
 } hsri_kernels;
 
-/* Fill the table for a level: reference first, then every level up to isa. isa must be at or below hsri_cpu_isa(). */
+/* Fill the table for a level: reference first, then every level up to isa. isa must be at or below hsri_cpu_isa(), and AMX only
+ * after hsri_cpu_allow_amx(). */
 void hsri_kernels_fill(hsri_kernels *k, int32_t isa);
 
 void hsri_kernels_fill_ref(hsri_kernels *k);
 void hsri_kernels_fill_avx2(hsri_kernels *k);    /* x86/kernels_avx2.c */
 void hsri_kernels_fill_avx512(hsri_kernels *k);  /* x86/kernels_avx512.c */
+void hsri_kernels_fill_amx(hsri_kernels *k);     /* x86/kernels_amx.c */
+
+/* Floats of a prepared row: two bytes for each input of whole runs, and a float for each run, in an odd number of cache lines, so
+ * that the rows of a tile fall into different sets of the cache. */
+static inline uint64_t hsri_prepared_stride(uint32_t k)
+{
+    uint64_t n_runs = ((uint64_t)k + HSRI_RUN - 1) / HSRI_RUN;
+    return ((n_runs + (n_runs + 15) / 16) | 1) * 16;
+}
 
 /* Where codes and tail of a packed matrix are. */
 hsri_packed hsri_packed_at(const void *data, hsri_dtype dtype, uint32_t n, uint32_t k);

@@ -22,11 +22,12 @@
 #define TASK_NS 4000u                  /* tasks are not cut smaller */
 #define TASKS_PER_THREAD 8u            /* nor into more: enough for a thread that was held up to cost little */
 #define MACS_PER_NS 16u                /* of a matrix product bound by arithmetic */
+#define PREPARED_MACS_PER_NS 250u       /* the same with prepared inputs */
 #define BYTES_PER_NS 10u               /* of one bound by memory */
 
 /* Pieces of a large matrix product: weights that stay in a core's cache while blocks of rows pass, and such a block. */
 #define WEIGHT_BYTES (512u << 10)
-#define INPUT_BYTES (512u << 10)
+#define INPUT_BYTES (1u << 20)
 
 static hsri_cpu_device *cpu_of(hsri_queue *q) { return (hsri_cpu_device *)q->dev; }
 
@@ -280,6 +281,23 @@ static void cpu_check_finite(hsri_queue *q, hsri_ref in, uint32_t n_rows, uint32
 
 /* ---- linear ---- */
 
+typedef struct prepare_job {
+    void       (*kernel)(const float *x, uint64_t x_stride, uint32_t n_rows, uint32_t k, float *prepared);
+    const float *in;
+    float       *prepared;
+    uint64_t     stride;
+    uint32_t     k;
+} prepare_job;
+
+/* An item is a row. */
+static void prepare_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const prepare_job *job = arg;
+
+    (void)worker;
+    job->kernel(job->in + first * job->k, job->k, (uint32_t)(end - first), job->k, job->prepared + first * job->stride);
+}
+
 /* An item is a run of panels times a block of rows; items of the same panels are neighbours. */
 typedef struct linear_job {
     void       (*kernel)(const hsri_packed *w, uint32_t panel0, uint32_t panel1, const float *x, uint64_t x_stride, uint32_t n_rows,
@@ -287,6 +305,7 @@ typedef struct linear_job {
     hsri_packed  w;
     const float *bias, *in;
     float       *out;
+    uint64_t     in_stride;
     uint32_t     n_rows, n_panels, item_rows, item_panels, n_row_blocks;
 } linear_job;
 
@@ -298,29 +317,60 @@ static void linear_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
     for (uint64_t i = first; i < end; i++) {
         uint32_t panel = (uint32_t)(i / job->n_row_blocks) * job->item_panels, row = (uint32_t)(i % job->n_row_blocks) * job->item_rows;
 
-        job->kernel(&job->w, panel, (uint32_t)hsri_min(panel + job->item_panels, job->n_panels), job->in + (uint64_t)row * job->w.k,
-                    job->w.k, (uint32_t)hsri_min(job->item_rows, job->n_rows - row), job->bias, job->out + (uint64_t)row * job->w.n,
+        job->kernel(&job->w, panel, (uint32_t)hsri_min(panel + job->item_panels, job->n_panels), job->in + row * job->in_stride,
+                    job->in_stride, (uint32_t)hsri_min(job->item_rows, job->n_rows - row), job->bias, job->out + (uint64_t)row * job->w.n,
                     job->w.n);
+    }
+}
+
+/* Cut the product into items and compute it. */
+static void linear_all(hsri_cpu_device *dev, linear_job *job, hsri_dtype dtype, uint32_t macs_per_ns)
+{
+    uint64_t bytes = hsri_packed_bytes(dtype, job->w.n, job->w.k);
+    uint64_t cost = hsri_max((uint64_t)job->w.n * job->w.k * job->n_rows / macs_per_ns, bytes / BYTES_PER_NS);
+    uint64_t cached_panels = hsri_max(WEIGHT_BYTES * (uint64_t)job->n_panels / bytes, 1);
+
+    /* blocks of equal size, as few as fit */
+    job->n_row_blocks = (uint32_t)hsri_div_up(job->n_rows * job->in_stride * sizeof(float), INPUT_BYTES);
+    job->item_rows = (uint32_t)hsri_round_up(hsri_div_up(job->n_rows, job->n_row_blocks), 16);
+    job->n_row_blocks = (uint32_t)hsri_div_up(job->n_rows, job->item_rows);
+    job->item_panels = (uint32_t)hsri_min(items_per_task(dev, job->n_panels, cost / job->n_row_blocks), cached_panels);
+    run_items(dev, hsri_div_up(job->n_panels, job->item_panels) * job->n_row_blocks, cost, linear_run, job);
+}
+
+/* A level that prepares inputs does so once for all panels, for as many rows at a time as there is room for. */
+static void linear_prepared(hsri_cpu_device *dev, linear_job job, hsri_dtype dtype)
+{
+    uint64_t    stride = hsri_prepared_stride(job.w.k), room = HSRI_CPU_PREPARED_BYTES / (stride * sizeof(float));
+    prepare_job prepare = { dev->kernels.prepare[dtype], job.in, hsri_cpu_at(dev, (hsri_ref){ .buf = dev->prepared }, 0), stride, job.w.k };
+    uint32_t    n_rows = job.n_rows;
+
+    assert(room > 0);
+    job.in = prepare.prepared;
+    job.in_stride = stride;
+    for (uint32_t row = 0; row < n_rows; row += job.n_rows) {
+        job.n_rows = (uint32_t)hsri_min(room, n_rows - row);
+        run_items(dev, job.n_rows, (uint64_t)job.n_rows * job.w.k / 8, prepare_run, &prepare);
+        linear_all(dev, &job, dtype, PREPARED_MACS_PER_NS);
+        prepare.in += (uint64_t)job.n_rows * job.w.k;
+        job.out += (uint64_t)job.n_rows * job.w.n;
     }
 }
 
 static void cpu_linear(hsri_queue *q, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref out)
 {
     hsri_cpu_device *dev = cpu_of(q);
-    uint64_t         bytes = hsri_packed_bytes(w->dtype, w->n, w->k);
-    uint64_t         cost = hsri_max((uint64_t)w->n * w->k * n_rows / MACS_PER_NS, bytes / BYTES_PER_NS);
     linear_job       job = { .kernel = dev->kernels.linear[w->dtype], .w = packed_of(dev, w), .bias = hsri_cpu_floats(dev, bias, w->n),
-                             .in = hsri_cpu_floats(dev, in, (uint64_t)n_rows * w->k),
+                             .in = hsri_cpu_floats(dev, in, (uint64_t)n_rows * w->k), .in_stride = w->k,
                              .out = hsri_cpu_floats(dev, out, (uint64_t)n_rows * w->n),
                              .n_rows = n_rows, .n_panels = (uint32_t)hsri_div_up(w->n, HSRI_PANEL) };
-    uint64_t         cached_panels = hsri_max(WEIGHT_BYTES * (uint64_t)job.n_panels / bytes, 1);
 
-    job.item_rows = (uint32_t)hsri_round_up(hsri_max(INPUT_BYTES / (w->k * sizeof(float)), 1), 16);
-    job.n_row_blocks = (uint32_t)hsri_div_up(n_rows, job.item_rows);
     if (n_rows == 0)
         return;
-    job.item_panels = (uint32_t)hsri_min(items_per_task(dev, job.n_panels, cost / job.n_row_blocks), cached_panels);
-    run_items(dev, hsri_div_up(job.n_panels, job.item_panels) * job.n_row_blocks, cost, linear_run, &job);
+    if (dev->kernels.prepare[w->dtype])
+        linear_prepared(dev, job, w->dtype);
+    else
+        linear_all(dev, &job, w->dtype, MACS_PER_NS);
 }
 
 /* ---- pages ---- */

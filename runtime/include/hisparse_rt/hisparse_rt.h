@@ -161,6 +161,10 @@ typedef void (*hsr_log_fn)(void *user, int32_t level, const char *message, size_
 #define HSR_ISA_REFERENCE 1 /* portable C */
 #define HSR_ISA_AVX2      2 /* AVX2 + FMA + F16C */
 #define HSR_ISA_AVX512    3 /* AVX-512 F/BW/DQ/VL */
+#define HSR_ISA_AMX       4 /* AMX tiles and AVX-512 BF16: activations that meet bf16, q8 or q4 weights, and attention over a
+                               bf16 cache, are rounded to bf16. The first engine at this level asks the system for the tile
+                               registers, for the whole process and for good: signal stacks (sigaltstack) must then be about
+                               8 KiB larger. If the system refuses, AUTO takes AVX512. To never ask, set HSR_ISA_AVX512 */
 
 typedef struct hsr_engine_opts {
     uint32_t    struct_size;
