@@ -19,7 +19,7 @@ help:
 	@echo 'make demo    build, install into .venv, fetch and convert a small model, and ask it a question'
 	@echo '             (make demo QUESTION="..." asks yours)'
 	@echo 'make test    the same preparation, then all tests'
-	@echo 'make check   warnings as errors with gcc and clang, sanitizers, every instruction-set level, aarch64'
+	@echo 'make check   warnings as errors with gcc and clang, sanitizers, an old processor, aarch64'
 	@echo 'make fuzz    feed damaged files to the readers for a minute'
 	@echo 'make clean   remove .venv, build and .demo'
 

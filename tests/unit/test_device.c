@@ -3,9 +3,11 @@
  * threads and from the lagging debug back end: each rig below runs all of it and keeps a log of its outputs, the logs are compared. */
 #include <math.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "base/array.h"
@@ -1064,8 +1066,34 @@ static void run_level(int32_t isa)
     rig_close(&first);
 }
 
+/* Where the system refuses the AMX registers, which it does to a thread whose signal stack is too small for them: asking for them
+ * is an error, asking for the best level is not. In a child, since what a process was given once it keeps. */
+static void test_amx_refused(void)
+{
+    int   status = -1;
+    pid_t child;
+
+    if (hsri_cpu_isa() < HSR_ISA_AMX)
+        return;
+    child = fork();
+    if (child == 0) {
+        static char  stack[4096];
+        hsri_device *dev = NULL;
+        hsr_error    err = { .struct_size = sizeof err };
+
+        CHECK(sigaltstack(&(stack_t){ .ss_sp = stack, .ss_size = sizeof stack }, NULL) == 0);
+        CHECK(hsri_cpu_device_create(1, HSR_ISA_AMX, NULL, &dev, &err) == HSR_E_UNSUPPORTED && dev == NULL);
+        CHECK(strstr(err.message, "AMX"));
+        CHECK(hsri_cpu_device_create(1, HSR_ISA_AUTO, NULL, &dev, NULL) == HSR_OK && dev->isa == HSR_ISA_AVX512);
+        dev->destroy(dev);
+        _exit(CHECK_REPORT());
+    }
+    CHECK(child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
 int main(void)
 {
+    test_amx_refused();
     run_level(HSR_ISA_REFERENCE);
     if (hsri_cpu_isa() > HSR_ISA_REFERENCE)
         run_level(HSR_ISA_AUTO);

@@ -548,7 +548,7 @@ static void score_queries(const hsri_attend_args *a, const query_tiles *q, uint3
         uint32_t token = t % HSRI_PAGE_TOKENS;
         if (token == 0) {
             keys.at = a->pages[t / HSRI_PAGE_TOKENS] + HSRI_PAGE_HEADER_BYTES;
-            memcpy(rest, keys.at + (size_t)keys.whole / 2 * (HSRI_PAGE_TOKENS * 4), (a->head_dim - keys.whole) / 2 * (HSRI_PAGE_TOKENS * 4));
+            memcpy(rest, keys.at + keys.whole / 2 * sizeof rest[0], (a->head_dim - keys.whole) / 2 * sizeof rest[0]);
         }
         for (uint32_t tile = 0; tile < q->n_tiles; tile++, step++) {
             const uint16_t *query = queries + query0(q, tile) * QUERY_STRIDE(a->head_dim);
@@ -695,7 +695,7 @@ static weight_tile values_at(const hsri_attend_args *a, uint32_t t, uint32_t mos
     for (uint32_t pair = 0; pair < 16; pair++) {
         uint32_t left = most - t > 2 * pair ? most - t - 2 * pair : 0;
         __m512i mask = _mm512_set1_epi32(left >= 2 ? -1 : left == 1 ? 0xffff : 0);
-        __m512i v = left > 0 ? _mm512_maskz_loadu_epi32(columns, columns != 0 ? at + pair * line : at - (size_t)j * 4) : _mm512_setzero_si512();
+        __m512i v = _mm512_maskz_loadu_epi32(left > 0 ? columns : 0, at + pair * line);
         _mm512_store_si512(copy + (size_t)pair * 64, _mm512_and_si512(v, mask));
     }
     return (weight_tile) { copy, 64 };
