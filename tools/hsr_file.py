@@ -55,12 +55,16 @@ class HsrWriter:
         self._end = 0
 
     def __enter__(self) -> HsrWriter:
-        temporary = os.path.join(self._folder, f".hsr-{secrets.token_hex(8)}.tmp")
+        # Named before it exists: a signal that ends the program in between must find what to remove.
+        self._temporary = os.path.join(self._folder, f".hsr-{secrets.token_hex(8)}.tmp")
         try:
-            self._descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except OSError as error:
+            self._temporary = None
             raise self._failed(error) from error
-        self._temporary = temporary
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

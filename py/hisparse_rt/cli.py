@@ -58,13 +58,14 @@ def _clean_end() -> Iterator[None]:
 
 
 def _settle_output() -> None:
-    """What could not be written was reported; the interpreter must not try again when it ends."""
-    if sys.stdout is None:
-        return
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """What could not be written was reported, or has nobody to read it; the interpreter must not try again when it ends."""
+    for stream in (sys.stdout, sys.stderr):
+        if stream is None:
+            continue
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _parser() -> argparse.ArgumentParser:

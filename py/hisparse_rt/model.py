@@ -417,7 +417,7 @@ def engine_options(
     if log is not None and not hasattr(log, "getEffectiveLevel"):
         raise TypeError(f"log must be a logging.Logger, not {type(log).__name__}")
     opts = ffi.new("hsr_engine_opts *")
-    lib.hsr_engine_opts_init(opts)
+    lib.hsr_engine_opts_init(opts, ffi.sizeof("hsr_engine_opts"))
     opts.isa = ISA_LEVELS[isa]
     opts.n_threads = integer("threads", threads, 0, 1024)
     opts.chunk_tokens = integer("chunk", chunk, 1, 4096)

@@ -111,7 +111,7 @@ class Sampling:
     def native(self, seed: int) -> tuple[Any, tuple[Any, ...]]:
         """An hsr_request, and what must live as long as it."""
         request = ffi.new("hsr_request *")
-        lib.hsr_request_init(request)
+        lib.hsr_request_init(request, ffi.sizeof("hsr_request"))
         for name in _COPIED:
             setattr(request, name, getattr(self, name))
         request.seed = seed

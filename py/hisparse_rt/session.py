@@ -62,7 +62,7 @@ class Session:
         window_size: int | None = None, sink_size: int | None = None, rollback_tokens: int | None = None,
     ) -> None:
         opts = ffi.new("hsr_session_opts *")
-        lib.hsr_session_opts_init(opts)
+        lib.hsr_session_opts_init(opts, ffi.sizeof("hsr_session_opts"))
         if kv is not None and kv not in KV_FORMATS:
             raise InvalidError(f"kv is {kv!r}, known formats are {', '.join(KV_FORMATS)}")
         opts.kv_format = KV_FORMATS[kv or "auto"]

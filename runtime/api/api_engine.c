@@ -10,11 +10,12 @@
 #define MAX_CHUNK    4096
 #define MAX_SESSIONS 65536
 
-void hsr_engine_opts_init(hsr_engine_opts *opts)
+void hsr_engine_opts_init(hsr_engine_opts *opts, uint32_t struct_size)
 {
-    if (!opts)
-        return;
-    *opts = (hsr_engine_opts){ .struct_size = sizeof *opts, .chunk_tokens = 512, .max_sessions = 256, .max_batch = 1024, .log_level = HSR_LOG_WARN };
+    const hsr_engine_opts defaults = {
+        .struct_size = sizeof defaults, .chunk_tokens = 512, .max_sessions = 256, .max_batch = 1024, .log_level = HSR_LOG_WARN,
+    };
+    hsri_struct_fill(opts, struct_size, &defaults, sizeof defaults);
 }
 
 static hsr_status in_range(const char *name, int32_t value, int32_t lo, int32_t hi, hsr_error *err)
@@ -49,7 +50,7 @@ hsr_status hsr_engine_create(hsr_model *model, const hsr_engine_opts *opts, hsr_
     *engine = NULL;
     if (!model)
         return hsri_fail(err, HSR_E_INVALID, "hsr_engine_create: model is NULL");
-    hsr_engine_opts_init(&known);
+    hsr_engine_opts_init(&known, sizeof known);
     if (opts)
         HSRI_TRY(hsri_struct_in(&known, sizeof known, opts, "hsr_engine_opts", err));
     HSRI_TRY(check_opts(&known, err));

@@ -7,20 +7,18 @@
 
 /* ---- options -------------------------------------------------------------------------------------------------- */
 
-void hsr_session_opts_init(hsr_session_opts *opts)
+void hsr_session_opts_init(hsr_session_opts *opts, uint32_t struct_size)
 {
-    if (!opts)
-        return;
-    *opts = (hsr_session_opts){ .struct_size = sizeof *opts, .window_size = 512, .sink_size = 64, .rollback_tokens = 256 };
+    const hsr_session_opts defaults = { .struct_size = sizeof defaults, .window_size = 512, .sink_size = 64, .rollback_tokens = 256 };
+    hsri_struct_fill(opts, struct_size, &defaults, sizeof defaults);
 }
 
-void hsr_request_init(hsr_request *request)
+void hsr_request_init(hsr_request *request, uint32_t struct_size)
 {
-    if (!request)
-        return;
-    *request = (hsr_request){
-        .struct_size = sizeof *request, .max_tokens = 128, .top_p = 1.0f, .repetition_penalty = 1.0f, .penalty_window = -1,
+    const hsr_request defaults = {
+        .struct_size = sizeof defaults, .max_tokens = 128, .top_p = 1.0f, .repetition_penalty = 1.0f, .penalty_window = -1,
     };
+    hsri_struct_fill(request, struct_size, &defaults, sizeof defaults);
 }
 
 static hsr_status check_pages(const char *name, int32_t tokens, int32_t lowest, hsr_error *err)
@@ -77,7 +75,7 @@ hsr_status hsr_session_create(hsr_engine *e, const hsr_session_opts *opts, hsr_s
     if (!e)
         return hsri_fail(err, HSR_E_INVALID, "hsr_session_create: engine is NULL");
     HSRI_TRY(hsri_engine_check_fork(e, err));
-    hsr_session_opts_init(&known);
+    hsr_session_opts_init(&known, sizeof known);
     if (opts)
         HSRI_TRY(hsri_struct_in(&known, sizeof known, opts, "hsr_session_opts", err));
     HSRI_TRY(check_opts(&known, err));
@@ -172,7 +170,7 @@ hsr_status hsr_session_generate(hsr_session *s, const hsr_request *request, hsr_
     hsr_request known;
 
     HSRI_TRY(enter(s, "hsr_session_generate", err));
-    hsr_request_init(&known);
+    hsr_request_init(&known, sizeof known);
     hsr_status st = request ? hsri_struct_in(&known, sizeof known, request, "hsr_request", err) : HSR_OK;
     if (st < 0)
         return leave(s, st);

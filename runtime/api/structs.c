@@ -44,3 +44,12 @@ hsr_status hsri_struct_out(void *given, const void *known, uint32_t known_size, 
         memset((char *)given + known_size, 0, size - known_size);
     return HSR_OK;
 }
+
+void hsri_struct_fill(void *given, uint32_t size, const void *defaults, uint32_t known_size)
+{
+    if (!given || size < SMALLEST)
+        return;
+    memset(given, 0, size);
+    memcpy(given, defaults, size < known_size ? size : known_size);
+    memcpy(given, &size, sizeof size);
+}

@@ -14,4 +14,7 @@ hsr_status hsri_struct_in(void *known, uint32_t known_size, const void *given, c
 /* Copy a result into the caller's struct, as much of it as the caller knows; its struct_size stays. */
 hsr_status hsri_struct_out(void *given, const void *known, uint32_t known_size, const char *name, hsr_error *err);
 
+/* Fill the caller's option struct of `size` bytes with defaults; nothing happens if it is NULL or has no room for a field. */
+void hsri_struct_fill(void *given, uint32_t size, const void *defaults, uint32_t known_size);
+
 #endif

@@ -21,7 +21,7 @@ static int generate(hsr_engine *engine, const int32_t *ids, uint64_t n, hsr_erro
     hsr_event event = { .struct_size = sizeof event };
     int result = 0;
 
-    hsr_request_init(&request);
+    hsr_request_init(&request, sizeof request);
     request.max_tokens = 16;
     request.ignore_eos = 1;
     if (hsr_session_create(engine, NULL, &session, err) < 0 || hsr_session_append(session, ids, n, err) < 0
@@ -58,7 +58,7 @@ int main(int argc, char **argv)
         ids[n] = (int32_t)strtol(argv[n + 2], NULL, 10);
         n++;
     }
-    hsr_engine_opts_init(&opts);
+    hsr_engine_opts_init(&opts, sizeof opts);
     opts.n_threads = 2;
     if (hsr_model_open(argv[1], &model, &err) < 0 || hsr_engine_create(model, &opts, &engine, &err) < 0)
         result = failed(&err);

@@ -42,7 +42,7 @@ std::vector<int32_t> generate(hsr_engine *engine, const std::vector<int32_t> &id
     call(hsr_session_append, session.get(), ids.data(), static_cast<uint64_t>(ids.size()));
 
     hsr_request request;
-    hsr_request_init(&request);
+    hsr_request_init(&request, sizeof request);
     request.max_tokens = max_tokens;
     request.ignore_eos = 1;
     call(hsr_session_generate, session.get(), &request);
@@ -72,7 +72,7 @@ try {
 
     auto model = make<hsr_model>(hsr_model_open, argv[1]);
     hsr_engine_opts opts;
-    hsr_engine_opts_init(&opts);
+    hsr_engine_opts_init(&opts, sizeof opts);
     opts.n_threads = 2;
     auto engine = make<hsr_engine>(hsr_engine_create, model.get(), &opts);
     for (int32_t id : generate(engine.get(), ids, 16))

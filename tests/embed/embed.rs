@@ -31,7 +31,7 @@ extern "C" {
     fn hsr_session_create(engine: *mut c_void, opts: *const c_void, session: *mut *mut c_void, err: *mut Error) -> i32;
     fn hsr_session_destroy(session: *mut *mut c_void, err: *mut Error) -> i32;
     fn hsr_session_append(session: *mut c_void, ids: *const i32, n: u64, err: *mut Error) -> i32;
-    fn hsr_request_init(request: *mut Request);
+    fn hsr_request_init(request: *mut Request, struct_size: u32);
     fn hsr_session_generate(session: *mut c_void, request: *const Request, err: *mut Error) -> i32;
     fn hsr_session_next(session: *mut c_void, event: *mut Event, err: *mut Error) -> i32;
 }
@@ -60,7 +60,7 @@ fn main() {
         check(hsr_session_create(engine, ptr::null(), &mut session, &mut err), &err);
         check(hsr_session_append(session, ids.as_ptr(), ids.len() as u64, &mut err), &err);
         let mut request: Request = std::mem::zeroed();
-        hsr_request_init(&mut request);
+        hsr_request_init(&mut request, std::mem::size_of::<Request>() as u32);
         request.max_tokens = 16;
         request.ignore_eos = 1;
         check(hsr_session_generate(session, &request, &mut err), &err);

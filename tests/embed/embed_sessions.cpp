@@ -47,7 +47,7 @@ template <typename T, typename F, typename... Args> Handle<T> make(F f, Args... 
 Handle<hsr_engine> make_engine(hsr_model *model)
 {
     hsr_engine_opts opts;
-    hsr_engine_opts_init(&opts);
+    hsr_engine_opts_init(&opts, sizeof opts);
     opts.n_threads = 2;
     return make<hsr_engine>(hsr_engine_create, model, &opts);
 }
@@ -62,7 +62,7 @@ Ids generate(hsr_engine *engine, const Ids &ids, int number)
     call(hsr_session_append, session.get(), prompt.data(), static_cast<uint64_t>(prompt.size()));
 
     hsr_request request;
-    hsr_request_init(&request);
+    hsr_request_init(&request, sizeof request);
     request.max_tokens = 16 + number;
     request.ignore_eos = 1;
     request.temperature = number % 2 ? 1.0f : 0.0f;

@@ -58,7 +58,7 @@ int main(int argc, char **argv)
         return fprintf(stderr, "usage: first_token MODEL.hsr\n") > 0;
     for (int i = 0; i < 32; i++)
         ids[i] = 5 + 9 * i;
-    hsr_engine_opts_init(&opts);
+    hsr_engine_opts_init(&opts, sizeof opts);
     opts.n_threads = 2;
 
     if (hsr_model_open(argv[1], &model, &err) < 0)

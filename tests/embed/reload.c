@@ -80,7 +80,7 @@ static int generate(void)
     hsr_event ev = { .struct_size = sizeof ev };
     int n = 0;
 
-    lib.hsr_request_init(&r);
+    lib.hsr_request_init(&r, sizeof r);
     r.max_tokens = OUTPUT;
     r.ignore_eos = 1;
     if (lib.hsr_session_create(engine, NULL, &s, NULL) < 0 || lib.hsr_session_append(s, prompt, n_prompt, NULL) < 0
@@ -110,7 +110,7 @@ static void cycle(const char *path, const char *model_path)
     void *handle, *n;
 
     load(path, &handle);
-    lib.hsr_engine_opts_init(&opts);
+    lib.hsr_engine_opts_init(&opts, sizeof opts);
     opts.n_threads = 2;
     if (lib.hsr_model_open(model_path, &model, &err) < 0 || lib.hsr_engine_create(model, &opts, &engine, &err) < 0)
         die(model_path, err.message);

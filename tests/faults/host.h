@@ -22,7 +22,7 @@ static inline void host_prompt(int32_t *ids, int number)
 /* Quiet, two threads, a small pool. */
 static inline void host_opts(hsr_engine_opts *o)
 {
-    hsr_engine_opts_init(o);
+    hsr_engine_opts_init(o, sizeof *o);
     o->n_threads = 2;
     o->hot_bytes = 8u << 20;
     o->chunk_tokens = 16;
@@ -39,7 +39,7 @@ static inline hsr_status host_generate(hsr_engine *engine, int number, int32_t *
     int32_t ids[HOST_PROMPT], n = 0;
 
     host_prompt(ids, number);
-    hsr_request_init(&r);
+    hsr_request_init(&r, sizeof r);
     r.max_tokens = HOST_OUTPUT;
     r.ignore_eos = 1;
     r.temperature = 1;

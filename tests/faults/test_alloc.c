@@ -184,7 +184,7 @@ static hsr_status drain(hsr_session *s, int32_t *tokens, int *n, hsr_error *err)
 static hsr_status start_plain(hsr_session *s, hsr_error *err)
 {
     hsr_request r;
-    hsr_request_init(&r);
+    hsr_request_init(&r, sizeof r);
     r.max_tokens = OUTPUT;
     r.ignore_eos = 1;
     const hsr_status st = hsr_session_append(s, prompt, PROMPT / 2, err);
@@ -196,7 +196,7 @@ static hsr_status start_rich(hsr_session *s, hsr_error *err)
     static const hsr_token_bias bias[] = { { 7, 2.5f }, { 9, -1e9f } };
     static const int32_t stop[] = { TINY_EOS };
     hsr_request r;
-    hsr_request_init(&r);
+    hsr_request_init(&r, sizeof r);
     r.max_tokens = OUTPUT;
     r.ignore_eos = 1;
     r.temperature = 0.9f;
@@ -220,8 +220,8 @@ static void make(life *l, const char *path, uint32_t flags)
     hsr_engine_opts eo;
     hsr_session_opts so;
 
-    hsr_engine_opts_init(&eo);
-    hsr_session_opts_init(&so);
+    hsr_engine_opts_init(&eo, sizeof eo);
+    hsr_session_opts_init(&so, sizeof so);
     eo.n_threads = 2;
     eo.hot_bytes = 8u << 20;
     eo.flags = flags;

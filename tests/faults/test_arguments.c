@@ -89,9 +89,9 @@ static void test_engine_options(hsr_model *m)
     hsr_engine *e = (hsr_engine *)1;
     hsr_engine_opts o;
 
-    hsr_engine_opts_init(NULL);
-    hsr_session_opts_init(NULL);
-    hsr_request_init(NULL);
+    hsr_engine_opts_init(NULL, 0);
+    hsr_session_opts_init(NULL, 0);
+    hsr_request_init(NULL, 0);
     host_opts(&o);
     INVALID(hsr_engine_create(m, &o, NULL, &err));
     INVALID(hsr_engine_create(NULL, &o, &e, &err));
@@ -170,7 +170,7 @@ static void test_null_handles(void)
     uint64_t n = 1;
     uint32_t n_events = 0;
 
-    hsr_request_init(&r);
+    hsr_request_init(&r, sizeof r);
     INVALID(hsr_engine_cancel(NULL, &err));
     INVALID(hsr_engine_get_stats(NULL, &es, &err));
     INVALID(hsr_engine_step(NULL, &ev, 1, &n_events, &err));
@@ -201,7 +201,7 @@ static void test_session_options(hsr_engine *e)
 
     INVALID(hsr_session_create(e, NULL, NULL, &err));
 #define REFUSE(field, value) do { \
-        hsr_session_opts_init(&o); \
+        hsr_session_opts_init(&o, sizeof o); \
         o.field = value; \
         s = (hsr_session *)1; \
         INVALID(hsr_session_create(e, &o, &s, &err)); \
@@ -223,7 +223,7 @@ static void test_session_options(hsr_engine *e)
     REFUSE(sink_size, 1);
     REFUSE(rollback_tokens, -1);
 #undef REFUSE
-    hsr_session_opts_init(&o);
+    hsr_session_opts_init(&o, sizeof o);
     o.context = INT32_MAX;
     REFUSED(hsr_session_create(e, &o, &s, &err), HSR_E_CONTEXT);
     o.beyond_trained = INT32_MIN;
@@ -281,7 +281,7 @@ static void test_session_calls(hsr_engine *e)
     INVALID(hsr_session_next(s, NULL, &err));
     FOR_EACH(uint32_t, bad, bad_sizes) {
         hsr_request r;
-        hsr_request_init(&r);
+        hsr_request_init(&r, sizeof r);
         r.struct_size = ev.struct_size = after.struct_size = bad;
         INVALID(hsr_session_generate(s, &r, &err));
         INVALID(hsr_session_get_stats(s, &after, &err));
@@ -311,7 +311,7 @@ static void test_events(hsr_engine *e)
     int32_t id = 1, got = 0;
     uint32_t n = 0;
 
-    hsr_request_init(&r);
+    hsr_request_init(&r, sizeof r);
     r.max_tokens = 10;
     r.ignore_eos = 1;
     OK(hsr_session_create(e, NULL, &s, &err));
@@ -398,8 +398,8 @@ static void test_random_calls(hsr_engine *e)
         uint64_t n = ONE(sizes);
         hsr_status st = HSR_OK;
 
-        hsr_session_opts_init(&so);
-        hsr_request_init(&r);
+        hsr_session_opts_init(&so, sizeof so);
+        hsr_request_init(&r, sizeof r);
         switch (draw(12)) {
         case 0:
             so.kv_format = (int32_t)draw(4);

@@ -28,7 +28,7 @@ static hsr_engine *engine_with(hsr_model *m, int32_t chunk, int32_t threads, uin
 {
     hsr_engine_opts o;
     hsr_engine *e = NULL;
-    hsr_engine_opts_init(&o);
+    hsr_engine_opts_init(&o, sizeof o);
     o.chunk_tokens = chunk;
     o.n_threads = threads;
     o.flags = flags;
@@ -42,7 +42,7 @@ static hsr_session *session_with(hsr_engine *e, int64_t context, int32_t kv_form
 {
     hsr_session_opts o;
     hsr_session *s = NULL;
-    hsr_session_opts_init(&o);
+    hsr_session_opts_init(&o, sizeof o);
     o.context = context;
     o.kv_format = kv_format;
     o.window_size = 64;
@@ -92,7 +92,7 @@ static outcome drain(hsr_session *s)
 static hsr_request request_of(int32_t max_tokens, float temperature, uint64_t seed)
 {
     hsr_request r;
-    hsr_request_init(&r);
+    hsr_request_init(&r, sizeof r);
     r.max_tokens = max_tokens;
     r.temperature = temperature;
     r.seed = seed;
@@ -288,7 +288,7 @@ static void test_context(hsr_model *m)
     OK(hsr_session_destroy(&s, &err));
 
     hsr_session_opts so;
-    hsr_session_opts_init(&so);
+    hsr_session_opts_init(&so, sizeof so);
     so.context = TINY_CONTEXT + 1;
     CHECK(hsr_session_create(e, &so, &s, &err) == HSR_E_CONTEXT && s == NULL);
     so.beyond_trained = 1;
@@ -386,7 +386,7 @@ static void test_struct_sizes(hsr_model *m)
     hsr_engine *e = NULL;
 
     memset(&o, 0, sizeof o);
-    hsr_engine_opts_init(&o.known);
+    hsr_engine_opts_init(&o.known, sizeof o.known);
     o.known.n_threads = 1;
     o.known.struct_size = 0;
     CHECK(hsr_engine_create(m, &o.known, &e, &err) == HSR_E_INVALID && e == NULL);
@@ -395,7 +395,11 @@ static void test_struct_sizes(hsr_model *m)
     OK(hsr_engine_destroy(&e, &err));
     o.newer = 1;
     CHECK(hsr_engine_create(m, &o.known, &e, &err) == HSR_E_INVALID && strstr(err.message, "does not know"));
-    o.known.struct_size = offsetof(hsr_engine_opts, isa);
+    /* An older caller's struct: nothing behind it is written, and the fields it lacks have their defaults. */
+    memset(&o, 0x5a, sizeof o);
+    hsr_engine_opts_init(&o.known, offsetof(hsr_engine_opts, isa));
+    CHECK(o.known.isa == 0x5a5a5a5a && o.known.struct_size == offsetof(hsr_engine_opts, isa));
+    o.known.n_threads = 1;
     OK(hsr_engine_create(m, &o.known, &e, &err));
 
     struct { hsr_engine_stats known; uint64_t newer; } st;
@@ -405,7 +409,7 @@ static void test_struct_sizes(hsr_model *m)
     CHECK(st.newer == 0 && st.known.struct_size == sizeof st && st.known.n_threads == 1);
     OK(hsr_engine_destroy(&e, &err));
     CHECK(hsr_engine_create(NULL, NULL, &e, &err) == HSR_E_INVALID);
-    hsr_engine_opts_init(&o.known);
+    hsr_engine_opts_init(&o.known, sizeof o.known);
     o.known.hot_bytes = 1ull << 50;
     CHECK(hsr_engine_create(m, &o.known, &e, &err) == HSR_E_INVALID && strstr(err.message, "hot_bytes"));
     OK(hsr_engine_destroy(NULL, &err));

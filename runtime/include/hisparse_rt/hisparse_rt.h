@@ -184,9 +184,9 @@ typedef struct hsr_engine_opts {
  * ordering mistakes. Same results, slower. For tests. */
 #define HSR_ENGINE_ASYNC_DEBUG 1u
 
-/** Fill *opts with the defaults, struct_size included.
+/** Fill *opts with the defaults, struct_size included; pass sizeof *opts, so that a newer library writes no field this caller lacks.
  *  @since 0.1  @threads any  @blocks no  @alloc no */
-HSR_API void hsr_engine_opts_init(hsr_engine_opts *opts);
+HSR_API void hsr_engine_opts_init(hsr_engine_opts *opts, uint32_t struct_size);
 
 /** Create an engine over a model: its thread pool, its device buffers and its KV pool, which reserves address space for
  *  the whole budget and commits memory only as sessions grow.
@@ -253,9 +253,9 @@ typedef struct hsr_session_opts {
     void    *user;          /* returned in events */
 } hsr_session_opts;
 
-/** Fill *opts with the defaults, struct_size included.
+/** Fill *opts with the defaults, struct_size included; pass sizeof *opts, so that a newer library writes no field this caller lacks.
  *  @since 0.1  @threads any  @blocks no  @alloc no */
-HSR_API void hsr_session_opts_init(hsr_session_opts *opts);
+HSR_API void hsr_session_opts_init(hsr_session_opts *opts, uint32_t struct_size);
 
 /** Create an empty session. For models whose rotary table depends on the length (rope types dynamic and longrope) the
  *  table is chosen once, here, from opts->context, and kept for the session's life.
@@ -302,9 +302,9 @@ typedef struct hsr_request {
     int32_t  n_logprobs;          /* 0..20: how many of the most likely tokens to report with each token */
 } hsr_request;
 
-/** Fill *request with the defaults: greedy, 128 tokens, everything else off.
+/** Fill *request with the defaults: greedy, 128 tokens, everything else off; pass sizeof *request.
  *  @since 0.1  @threads any  @blocks no  @alloc no */
-HSR_API void hsr_request_init(hsr_request *request);
+HSR_API void hsr_request_init(hsr_request *request, uint32_t struct_size);
 
 /** Start a request: after the appended tokens are computed, sample up to max_tokens. Reserves the KV blocks of all
  *  max_tokens, or refuses. Tokens arrive as events; the request ends with one FINISHED or FAILED event.
