@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Fuzz the readers of untrusted files, starting from the corpus of damaged files: scripts/fuzz.sh [SECONDS]
-# Needs clang with libFuzzer. Finds stay in build/fuzz/, and the next run starts from what this one learnt.
+# The converter's inputs get half the time. The rest needs clang with libFuzzer. Finds stay in build/fuzz/, and the next run starts from what this one learnt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${1:-60}
+python tests/fuzz/fuzz_convert.py "$((seconds / 2))"
 if ! command -v clang >/dev/null; then
     echo "fuzz: no clang, so only the corpus is replayed" >&2
     exec meson test -C build/release --suite fuzz --print-errorlogs
