@@ -183,14 +183,13 @@ void hsri_engine_advance(hsr_engine *e)
 
 /* ---- statistics ----------------------------------------------------------------------------------------------- */
 
-static void publish_session(hsr_session *s)
+static void publish_session(hsr_session *s, const hsri_cache_stats *c)
 {
-    hsri_cache_stats c;
-    hsri_cache_get_stats(s->cache, &c);
     s->published = (hsr_session_stats){
         .struct_size = sizeof s->published, .status = s->status, .n_tokens = s->n_tokens, .n_computed = s->n_computed,
         .context = s->context, .prefill_tokens = s->prefill_tokens, .decode_tokens = s->decode_tokens,
-        .kv_bytes = c.bytes, .kv_blocks = c.blocks, .pages_open = c.pages_open, .pages_full = c.pages_full, .pages_sealed = c.pages_sealed,
+        .kv_bytes = c->bytes, .kv_blocks = c->blocks, .pages_open = c->pages_open, .pages_full = c->pages_full,
+        .pages_sealed = c->pages_sealed,
         .kv_format = s->kv_type == HSRI_KV_TYPE_F32 ? HSR_KV_F32 : HSR_KV_BF16, .running = s->request.active,
     };
 }
@@ -215,8 +214,8 @@ void hsri_engine_publish(hsr_engine *e)
     out->hot_slots_used = out->hot_slots_wasted = out->pages_open = out->pages_full = out->pages_sealed = 0;
     for (uint32_t i = 0; i < e->n_sessions; i++) {
         hsri_cache_stats c;
-        publish_session(e->sessions[i]);
         hsri_cache_get_stats(e->sessions[i]->cache, &c);
+        publish_session(e->sessions[i], &c);
         out->hot_slots_used += c.slots_used;
         out->hot_slots_wasted += c.slots_wasted;
         out->pages_open += c.pages_open;

@@ -4,7 +4,6 @@
  * destroyed, nothing leaks, other sessions are as they were, and the next run in the same process is right.
  *
  * The linker's --wrap sends the library's calls through the functions below (tests/meson.build names them). */
-#include <dirent.h>
 #include <errno.h>
 #include <limits.h>
 #include <pthread.h>
@@ -15,6 +14,7 @@
 
 #include "hisparse_rt/hisparse_rt.h"
 #include "../unit/check.h"
+#include "host.h"
 #include "../unit/tiny_model.h"
 
 /* ---- the system that refuses ------------------------------------------------------------------------------------ */
@@ -125,26 +125,6 @@ int __wrap_pthread_create(pthread_t *thread, const pthread_attr_t *attr, void *(
     int __wrap_open##width(const char *path, int flags, ...) { return refuse() ? -1 : __real_open##width(path, flags); }
 WRAP_FILES()
 WRAP_FILES(64)
-
-static int count_entries(const char *folder)
-{
-    DIR *d = opendir(folder);
-    int n = 0;
-    while (d && readdir(d))
-        n++;
-    if (d)
-        closedir(d);
-    return n;
-}
-
-/* A joined thread may be listed a moment longer. */
-static int count_threads(int expected_count)
-{
-    int n = 0;
-    for (int i = 0; i < 1000 && (n = count_entries("/proc/self/task")) > expected_count; i++)
-        usleep(1000);
-    return n;
-}
 
 /* ---- the life --------------------------------------------------------------------------------------------------- */
 
@@ -322,7 +302,7 @@ static bool live(const char *path, uint32_t flags, long first, bool for_good)
 {
     static life fresh;
     life *l = &fresh;
-    const int files = count_entries("/proc/self/fd"), threads = count_entries("/proc/self/task");
+    const int files = host_count("/proc/self/fd"), threads = host_threads(INT_MAX);
     const long blocks = sys.blocks, mapped = sys.mapped;
 
     *l = (life){ .err = HSR_ERROR_INIT };
@@ -353,7 +333,7 @@ static bool live(const char *path, uint32_t flags, long first, bool for_good)
     sys.armed = false;
 
     CHECK(sys.blocks == blocks && sys.mapped == mapped);
-    CHECK(count_entries("/proc/self/fd") == files && count_threads(threads) == threads);
+    CHECK(host_count("/proc/self/fd") == files && host_threads(threads) == threads);
     return refused;
 }
 
@@ -386,7 +366,7 @@ int main(void)
         prompt[i] = (int32_t)(i * 2654435761u >> 9) % (TINY_VOCAB - 1);
     if (!CHECK(tiny_model_write(path, 1)))
         return CHECK_REPORT();
-    count_entries("/proc/self/fd");
+    host_count("/proc/self/fd");
     live(path, 0, 0, false);
     CHECK(expected.n_plain == OUTPUT && expected.n_rich == OUTPUT);
     sweep(path, 0, false);
