@@ -33,6 +33,7 @@ static void lay_out(hsri_scratch *s, const hsri_hparams *hp, hsri_ref *next)
     s->x        = carve(next, rows * hp->hidden);
     s->compound = carve(next, hsri_compound_scratch(s->max_rows, hp->hidden, (uint32_t)widest(hp)));
     s->queries  = carve(next, rows * q_floats);
+    s->rotated  = carve(next, rows * q_floats);
     s->attended = carve(next, rows * q_floats);
     s->ffn      = carve(next, rows * hp->intermediate);
     s->part     = carve(next, s->part_floats);
@@ -77,7 +78,8 @@ void hsri_forward_attend(const hsri_forward *f, uint32_t layer)
 
     for (uint32_t g0 = 0; g0 < n_groups; ) {
         uint32_t g1 = (uint32_t)hsri_min(n_groups, g0 + wave);
-        op->attend(f->queue, &f->batch, f->kv, layer, hp->n_heads, hp->attention_scale, f->s->queries, g0, g1, f->s->part);
+        op->attend(f->queue, &f->batch, f->kv, layer, hp->n_heads, hp->attention_scale, f->s->queries, f->s->rotated, g0, g1,
+                   f->s->part);
         op->merge(f->queue, f->batch.n_rows, hp->n_heads, hp->head_dim, f->s->part, g1 - g0, g0 == 0, f->s->acc,
                   g1 == n_groups ? f->s->attended : (hsri_ref){ 0 });
         g0 = g1;

@@ -98,6 +98,7 @@ typedef struct hsri_scratch {
     hsri_ref x;                       /* [rows][hidden]: the residual stream */
     hsri_ref compound;                /* for compound operations */
     hsri_ref queries;                 /* [rows][heads][d] */
+    hsri_ref rotated;                 /* [rows][heads][d]: queries in the calibrated bases of their kv heads */
     hsri_ref attended;                /* [rows][heads][d] */
     hsri_ref ffn;                     /* [rows][intermediate] */
     hsri_ref part, acc;               /* attention partials and running states */

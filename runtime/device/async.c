@@ -38,7 +38,7 @@ typedef struct rope_append_args {
 } rope_append_args;
 typedef struct seal_args { hsri_kv_view kv; hsri_ref list; uint32_t n; } seal_args;
 typedef struct attend_args {
-    hsri_batch batch; hsri_kv_view kv; hsri_ref queries, part; uint32_t layer, n_heads, g0, g1; float scale;
+    hsri_batch batch; hsri_kv_view kv; hsri_ref queries, rotated, part; uint32_t layer, n_heads, g0, g1; float scale;
 } attend_args;
 typedef struct merge_args { hsri_ref part, acc, out; uint32_t n_rows, n_heads, head_dim, n_groups; int first; } merge_args;
 typedef struct sample_args { hsri_ref logits, params, out; uint32_t n_rows, n_vocab, n_tokens; } sample_args;
@@ -228,13 +228,13 @@ static void async_seal(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uin
 static void run_attend(hsri_queue *q, const args *u)
 {
     const attend_args *a = &u->attend;
-    q->dev->ops.attend(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->g0, a->g1, a->part);
+    q->dev->ops.attend(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->g0, a->g1, a->part);
 }
 
 static void async_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
-                         hsri_ref queries, uint32_t g0, uint32_t g1, hsri_ref part)
+                         hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
 {
-    PUSH(q, run_attend, attend, *batch, *kv, queries, part, layer, n_heads, g0, g1, scale);
+    PUSH(q, run_attend, attend, *batch, *kv, queries, rotated, part, layer, n_heads, g0, g1, scale);
 }
 
 static void run_merge(hsri_queue *q, const args *u)

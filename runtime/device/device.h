@@ -16,23 +16,14 @@
 
 #include "hisparse_rt/hisparse_rt.h"
 #include "base/log.h"
+#include "device/kv_format.h"
+#include "device/ref.h"
+#include "device/sparse_ops.h"
 
-/* Tokens per page: architecture.md section 2. */
-#define HSRI_PAGE_TOKENS 64u
 /* Tokens per dense attention group (D5). */
 #define HSRI_GROUP_TOKENS 1024u
-#define HSRI_PAGE_HEADER_BYTES 64u
 /* The pool's unit: page table entries count in it. */
 #define HSRI_BLOCK_BYTES (1u << 20)
-
-/* A place in device memory. buf 0 is no buffer: an absent optional argument. */
-typedef struct hsri_ref {
-    uint32_t buf;
-    uint32_t reserved;
-    uint64_t offset;   /* bytes */
-} hsri_ref;
-
-static inline hsri_ref hsri_at(hsri_ref r, uint64_t bytes) { r.offset += bytes; return r; }
 
 /* Weight dtypes; the packing is described in docs/model-file.md. Values equal HSR_DTYPE_*. */
 typedef enum hsri_dtype { HSRI_DTYPE_F32, HSRI_DTYPE_BF16, HSRI_DTYPE_Q8, HSRI_DTYPE_Q4, HSRI_N_DTYPES } hsri_dtype;
@@ -48,18 +39,6 @@ typedef struct hsri_matrix {
 #define HSRI_PANEL 16u   /* output rows per panel */
 #define HSRI_RUN   32u   /* inputs per run */
 
-/* Plain KV types. */
-typedef enum hsri_kv_type { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_BF16, HSRI_N_KV_TYPES } hsri_kv_type;
-
-/* Element orders inside a plain page slot, behind the 64-byte header; d = head_dim:
- *   f32   K [d][64 tokens], V [64 tokens][d]
- *   bf16  K [d/2][64 tokens][2 d], V [32 token pairs][d][2 tokens]: AMX B tiles of q.K^T and of p.V
- * V follows K directly. */
-static inline uint64_t hsri_plain_page_bytes(hsri_kv_type type, uint32_t head_dim)
-{
-    return HSRI_PAGE_HEADER_BYTES + 2ull * HSRI_PAGE_TOKENS * head_dim * (type == HSRI_KV_TYPE_F32 ? 4u : 2u);
-}
-
 /* One computed row of a step; device array. Rows of one sequence are neighbours with ascending positions. */
 typedef struct hsri_row {
     uint32_t seq;      /* index into the step's hsri_seq array */
@@ -67,11 +46,18 @@ typedef struct hsri_row {
 } hsri_row;
 
 /* One sequence of a step; device array. Page table entry of (page, layer, kv head) is
- * table[(page * n_layers + layer) * n_kv_heads + head], a uint32: block index << 8 | slot inside the block. */
+ * table[(page * n_layers + layer) * n_kv_heads + head], a uint32: block index << 8 | slot inside the block.
+ * Page p is read from `table`, plain, by queries of page q iff p < sink_pages or p + window_pages > q; else from `sealed`, in
+ * `format`. In a session of a plain format both name the same slots. */
 typedef struct hsri_seq {
-    hsri_ref table;       /* uint32 entries */
-    uint32_t rope_table;  /* which of the rope tables: index into the inv_freq buffer, [rope_table][r/2] */
-    uint32_t kv_type;     /* hsri_kv_type */
+    hsri_ref table;         /* uint32 entries of plain pages */
+    hsri_ref sealed;        /* uint32 entries of encoded pages */
+    hsri_ref index;         /* uint32 slabs: of slab k at [(k * n_layers + layer) * n_kv_heads + head], block << 8 | slab inside the block */
+    uint32_t rope_table;    /* which of the rope tables: index into the inv_freq buffer, [rope_table][r/2] */
+    uint32_t kv_type;       /* hsri_kv_type of plain pages */
+    uint32_t format;        /* hsri_kv_type of sealed pages */
+    uint32_t sink_pages, window_pages;
+    hsri_index_shape index_shape;
 } hsri_seq;
 
 /* The KV cache as operations see it. */
@@ -80,7 +66,8 @@ typedef struct hsri_kv_view {
     uint32_t n_layers;
     uint32_t n_kv_heads;
     uint32_t head_dim;
-    uint32_t slot_bytes[HSRI_N_KV_TYPES]; /* stride of page slots inside a block, by plain type */
+    uint32_t slot_bytes[HSRI_N_KV_FORMATS]; /* stride of page slots inside a block, by format */
+    hsri_ref calibration;   /* hsri_calibration_record of every (layer, kv head); buf 0: none */
 } hsri_kv_view;
 
 /* The rows of a step. */
@@ -125,30 +112,16 @@ typedef struct hsri_rope {
     uint32_t rotary_dim;
 } hsri_rope;
 
-/* Header at the start of every page slot, written when the page is sealed. 64 bytes, little-endian. */
-typedef struct hsri_page_header {
-    uint32_t magic;      /* HSRI_PAGE_MAGIC */
-    uint32_t crc32c;     /* of the slot's bytes behind this field; filled when the page is written home, else 0 */
-    uint64_t lineage;
-    uint32_t page;       /* index in the sequence */
-    uint16_t layer;
-    uint16_t head;
-    uint16_t format;     /* hsri_kv_type; encoded formats follow */
-    uint16_t head_dim;
-    float    error;      /* relative encoding error; 0 for plain formats */
-    uint8_t  reserved[32];
-} hsri_page_header;
-
-#define HSRI_PAGE_MAGIC 0x50525348u /* "HSRP" */
-
-/* A page to be sealed; device array. */
+/* A page to be sealed: encoded and indexed, once, from its plain form; device array. */
 typedef struct hsri_seal {
     uint64_t lineage;
-    uint32_t entry;         /* page table entry */
+    uint32_t entry;         /* plain page: table entry */
+    uint32_t sealed;        /* where its encoded form goes; = entry in plain formats, where only the header is written */
+    uint32_t slab;          /* index slab, block << 8 | slab; used if the index kind is not NONE */
     uint32_t page;
     uint16_t layer, head;
-    uint16_t format;        /* hsri_kv_type */
-    uint16_t reserved;
+    uint16_t kv_type, format; /* hsri_kv_type */
+    hsri_index_shape index_shape;
 } hsri_seal;
 
 typedef struct hsri_device hsri_device;
@@ -175,13 +148,13 @@ typedef struct hsri_ops {
      * q_out[row][n_heads][d]; k and v are written to their pages of `layer`. */
     void (*rope_append)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, hsri_ref qkv,
                         hsri_ref q_norm, hsri_ref k_norm, float eps, const hsri_rope *rope, hsri_ref q_out);
-    /* write page headers (kv/page.h) of n sealed plain pages; list = hsri_seal[n] */
+    /* encode and index n pages, and write their headers; list = hsri_seal[n] */
     void (*seal)(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n);
     /* Partial attention over dense groups [g0, g1) (runs of HSRI_GROUP_TOKENS positions), causal: partial of (row, head, group g) is
      * part[(row * n_heads + head) * (g1 - g0) + g - g0] = { m, l, o[d] } with m = max of scale*q.k, l = sum of exp(s - m),
      * o = sum of exp(s - m) v. A group that starts beyond the row's position gives m = -inf, l = 0, o = 0. */
     void (*attend)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
-                   uint32_t g0, uint32_t g1, hsri_ref part);
+                   hsri_ref rotated /* may be absent if no format needs it */, uint32_t g0, uint32_t g1, hsri_ref part);
     /* Fold n_groups partials of each (row, head), in order, into the running state acc[row][head] = { m, l, o[d] }; `first` starts
      * from the empty state; `out` (optional) receives o / l as [row][n_heads][d] after the fold. */
     void (*merge)(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups, int first, hsri_ref acc, hsri_ref out);
@@ -189,6 +162,21 @@ typedef struct hsri_ops {
     void (*sample)(hsri_queue *q, hsri_ref logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_tokens, hsri_ref params /* hsri_sample_params[] */, hsri_ref out /* hsri_sampled[] */);
     /* flags[row] (uint32) = 1 if the row of n floats holds a NaN or infinity, else 0 */
     void (*check_finite)(hsri_queue *q, hsri_ref in, uint32_t n_rows, uint32_t n, hsri_ref flags);
+
+    /* ---- sparse attention (sparse_ops.h) ---- */
+    /* rotated[row][n_heads][d] = B^T q of each query head, by the calibration of its kv head: what `select` and `attend` of
+     * COMPACT and VTQ pages read beside q */
+    void (*rotate)(hsri_queue *q, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, uint32_t n_rows, hsri_ref queries, hsri_ref rotated);
+    /* partials of the fixed groups: part[(row * n_heads + head) * n_fixed + g]; groups beyond a row's own are empty */
+    void (*attend_fixed)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
+                         hsri_ref rotated, uint32_t n_fixed, hsri_ref part);
+    /* acc = merged state of the fixed groups, { m, l, o[d] } per (row, head): their mass is exact and part of the normaliser */
+    void (*select)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
+                   hsri_ref rotated, hsri_ref acc, hsri_ref sparse /* hsri_sparse[n_seqs] */, hsri_ref picks /* hsri_pick[] */, hsri_ref scratch,
+                   const hsri_lists *lists);
+    /* partials of list groups [g0, g1) of every row: part[(row * n_heads + head) * (g1 - g0) + g - g0]; `pick_of` = uint32[n_rows] */
+    void (*attend_list)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
+                        hsri_ref rotated, hsri_ref pick_of, const hsri_lists *lists, uint32_t g0, uint32_t g1, hsri_ref part);
 
     /* ---- compound: see compound.c for what each is made of; scratch is at least compound_scratch() floats ---- */
     void (*norm_linear)(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, uint32_t n_rows, hsri_ref scratch, hsri_ref out);
@@ -228,6 +216,9 @@ struct hsri_device {
 };
 
 struct hsri_queue { hsri_device *dev; };   /* back ends extend it */
+
+/* Bytes of scratch that `select` needs for picks of n_votes voting rows in all, over sequences of at most n_pages pages. */
+uint64_t hsri_select_scratch(uint32_t n_votes, uint32_t n_picks, uint32_t n_heads, uint32_t n_kv_heads, uint32_t head_dim, uint32_t n_pages);
 
 /* Floats of scratch that the default compound operations need for n_rows rows of a model: the widest intermediate. */
 uint64_t hsri_compound_scratch(uint32_t n_rows, uint32_t hidden, uint32_t widest);

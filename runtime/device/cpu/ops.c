@@ -580,7 +580,7 @@ static uint64_t attend_cost(const attend_job *job)
 }
 
 static void cpu_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
-                       hsri_ref queries, uint32_t g0, uint32_t g1, hsri_ref part)
+                       hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
 {
     hsri_cpu_device *dev = cpu_of(q);
     uint64_t         n = (uint64_t)batch->n_rows * n_heads;
@@ -590,6 +590,7 @@ static void cpu_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
                              .n_rows = batch->n_rows, .layer = layer, .n_heads = n_heads, .g0 = g0, .n_groups = g1 - g0,
                              .heads_per_kv = n_heads / kv->n_kv_heads };
 
+    (void)rotated;
     if (batch->n_rows == 0)
         return;
     /* As many rows as fit a call, but no more than sequences have on average: single rows of many sequences are items of their own. */

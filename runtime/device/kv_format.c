@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "device/kv_format.h"
+
+#include "base/array.h"
+
+static uint64_t int8_bytes(uint32_t d) { return HSRI_PAGE_HEADER_BYTES + 4ull * d * sizeof(float) + 2ull * HSRI_PAGE_TOKENS * d; }
+
+/* Key codes of 3d/16 components at 6 bits, 5d/16 at 4 and d/2 at 2; values at 4 bits; a log scale of one byte for each channel of
+ * both; both page means as int8. */
+static uint64_t compact_bytes(uint32_t d)
+{
+    uint64_t key_bits = 3 * d / 16 * 6ull + 5 * d / 16 * 4ull + d / 2 * 2ull;
+    return HSRI_PAGE_HEADER_BYTES + HSRI_PAGE_TOKENS * key_bits / 8 + HSRI_PAGE_TOKENS * d / 2 + 2ull * d + 2ull * d;
+}
+
+/* Values at up to 5 bits instead of 4. */
+static uint64_t vtq_bytes(uint32_t d) { return compact_bytes(d) + HSRI_PAGE_TOKENS * d / 8; }
+
+uint64_t hsri_page_bytes(hsri_kv_type format, uint32_t d)
+{
+    switch (format) {
+    case HSRI_KV_TYPE_F32:
+    case HSRI_KV_TYPE_BF16:    return hsri_plain_page_bytes(format, d);
+    case HSRI_KV_TYPE_INT8:    return int8_bytes(d);
+    case HSRI_KV_TYPE_COMPACT: return d % 16 ? 0 : compact_bytes(d);
+    case HSRI_KV_TYPE_VTQ:     return d % 16 ? 0 : vtq_bytes(d);
+    default:                   return 0;
+    }
+}
+
+static uint32_t entry_bytes(const hsri_index_shape *shape)
+{
+    uint32_t d = shape->head_dim, means = 2 * sizeof(float) + 2 * d, bytes;
+
+    switch (shape->kind) {
+    case HSRI_INDEX_SKETCH: {
+        uint32_t n = shape->n_4bit + shape->n_2bit;
+        bytes = means + n * 2 + HSRI_PAGE_TOKENS * (shape->n_4bit * 4 + shape->n_2bit * 2) / 8;
+        break;
+    }
+    case HSRI_INDEX_MINMAX:   bytes = means + 2 * HSRI_PAGE_UNITS * d + sizeof(float); break;
+    case HSRI_INDEX_GAUSSIAN: bytes = means + d + sizeof(float); break;
+    default:                  return 0;
+    }
+    return (uint32_t)hsri_round_up(bytes, 64);
+}
+
+void hsri_index_shape_fill(hsri_index_shape *shape)
+{
+    shape->entry_bytes = entry_bytes(shape);
+    shape->per_slab = shape->entry_bytes ? HSRI_SLAB_BYTES / shape->entry_bytes : 0;
+}

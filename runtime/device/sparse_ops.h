@@ -1,0 +1,62 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Arguments of the operations of sparse attention. A sparse row attends, in this order of groups (D5):
+ *   fixed groups   sink pages in runs of 16 pages; then, if the row's page is the second of its run (see hsri_pick), the page that
+ *                  just left its window, read in the session's format; then the window's pages in runs of 16 pages
+ *   list groups    8 units each of its pick's list, in position order
+ *   virtual        one group: everything that was not selected, as estimated
+ * q = row position / 64, W = window_pages: the window is pages max(sink, q - W + 1) .. q, read plain. */
+#ifndef HSRI_SPARSE_OPS_H
+#define HSRI_SPARSE_OPS_H
+
+#include "device/kv_format.h"
+#include "device/ref.h"
+
+#define HSRI_LIST_GROUP_UNITS 8u    /* units per list group: 128 tokens */
+#define HSRI_PICK_ROWS 128u         /* positions of a prefill run that share a selection; runs start at multiples of it */
+#define HSRI_PICK_STRIDE 8u         /* of these, every 8th query votes */
+
+typedef enum hsri_selector {
+    HSRI_SELECT_SKETCH,    /* index SKETCH */
+    HSRI_SELECT_MEAN,      /* any index: q.mean of the page + ln(tokens) */
+    HSRI_SELECT_CLASSIC,   /* any index: coarse blocks by their mean, then fine blocks inside the best of them */
+    HSRI_SELECT_MINMAX,    /* index MINMAX: the bound sum_i max(q_i min_i, q_i max_i) */
+    HSRI_SELECT_GAUSSIAN,  /* index GAUSSIAN: q.mean + 0.25 sum_i q_i^2 var_i (the study's coefficient) */
+    HSRI_SELECT_CLUSTER,   /* index SKETCH with clusters: centroids first, then sketches of the best */
+    HSRI_SELECT_HISTORY,   /* accumulated mass of pages, from the forced table's source */
+    HSRI_SELECT_RANDOM,    /* seeded; for comparison */
+    HSRI_SELECT_ORACLE,    /* exact scores from the pages themselves; for measuring */
+    HSRI_N_SELECTORS
+} hsri_selector;
+
+#define HSRI_SPARSE_VIRTUAL 1u      /* unselected units count as virtual tokens (decode rows) */
+
+/* Settings of one sequence; device array parallel to the batch's seqs. */
+typedef struct hsri_sparse {
+    uint32_t selector;
+    uint32_t flags;
+    uint32_t budget_units;          /* units to select, at most; >= 1 */
+    uint32_t slice_units;           /* 1, 2 or 4: units chosen together, aligned */
+    uint32_t candidates;            /* CLUSTER: tokens whose sketches are scored */
+    uint32_t coarse_pages, fine_units, top_coarse, top_fine;   /* CLASSIC: block sizes in pages and units, how many are kept */
+    uint32_t n_forced;              /* pages kept beside the budget, per (layer, kv head) */
+    uint64_t seed;                  /* RANDOM */
+    hsri_ref forced;                /* uint32[n_layers][n_kv_heads][n_forced], ascending pages, UINT32_MAX: none */
+} hsri_sparse;
+
+/* Rows that share a selection: [row, row + n_rows) of the batch, all of one sequence. n_rows 1: a decode row. Otherwise the 128
+ * rows of one whole run; rows row, row + 8, ... vote. Selectable are the sealed pages sink .. (page of the first row) - W. */
+typedef struct hsri_pick {
+    uint32_t row, n_rows;
+} hsri_pick;
+
+/* What `select` writes. Lists hold unit numbers (position / 16) in ascending order. */
+typedef struct hsri_lists {
+    hsri_ref units;                 /* uint32[n_picks][n_kv_heads][stride] */
+    hsri_ref counts;                /* uint32[n_picks][n_kv_heads] */
+    hsri_ref virtual_part;          /* float[n_rows][n_heads]{ m, l, o[d] }; empty (m -inf, l 0) for picks of several rows and where off */
+    hsri_ref covered;               /* float[n_rows][n_heads]: estimated share of the mass that is attended; NaN for rows that did not vote */
+    uint32_t stride;                /* >= budget_units + 4 * n_forced of every sequence */
+    uint32_t n_picks;
+} hsri_lists;
+
+#endif
