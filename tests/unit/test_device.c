@@ -405,7 +405,9 @@ static void cache_tables(rig *r, cache *c, hsri_seq *seqs)
 
             c->tables[s][i] = slot / per_block << 8 | slot % per_block;
         }
-        seqs[s] = (hsri_seq){ upload(r, c->tables[s], per_seq * 4), s % 2, c->type };
+        hsri_ref table = upload(r, c->tables[s], per_seq * 4);
+
+        seqs[s] = (hsri_seq){ .table = table, .sealed = table, .rope_table = s % 2, .kv_type = c->type, .format = c->type };
     }
 }
 
