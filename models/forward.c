@@ -69,23 +69,6 @@ void hsri_forward_layers(hsri_forward *f)
         f->arch->layer(f, i);
 }
 
-void hsri_forward_attend(const hsri_forward *f, uint32_t layer)
-{
-    const hsri_ops *op = &f->dev->ops;
-    const hsri_hparams *hp = f->hp;
-    const uint32_t n_groups = f->max_pos / HSRI_GROUP_TOKENS + 1;
-    const uint64_t wave = f->s->part_floats / (f->batch.n_rows * state_floats(hp));
-
-    for (uint32_t g0 = 0; g0 < n_groups; ) {
-        uint32_t g1 = (uint32_t)hsri_min(n_groups, g0 + wave);
-        op->attend(f->queue, &f->batch, f->kv, layer, hp->n_heads, hp->attention_scale, f->s->queries, f->s->rotated, g0, g1,
-                   f->s->part);
-        op->merge(f->queue, f->batch.n_rows, hp->n_heads, hp->head_dim, f->s->part, g1 - g0, g0 == 0, f->s->acc,
-                  g1 == n_groups ? f->s->attended : (hsri_ref){ 0 });
-        g0 = g1;
-    }
-}
-
 void hsri_forward_logits(const hsri_forward *f, hsri_ref index, uint32_t n)
 {
     const hsri_ops *op = &f->dev->ops;

@@ -417,7 +417,20 @@ void hsri_model_release(hsr_model *model)
     if (atomic_fetch_sub_explicit(&model->holders, 1, memory_order_acq_rel) != 1)
         return;
     hsri_container_close(model->container);
+    hsri_calibration_close(model->calibration);
     free(model);
+}
+
+hsr_status hsri_model_calibrate(hsr_model *model, const char *path, hsr_error *err)
+{
+    const hsri_hparams *hp = &model->hp;
+    const char *mark = NULL;
+    uint64_t size = 0;
+
+    if (model->calibration)
+        return hsri_fail(err, HSR_E_STATE, "%s: the model already has a calibration", path);
+    HSRI_TRY(hsri_container_string(model->container, "hisparse.source", &mark, &size, err));
+    return hsri_calibration_open(path, hp->n_layers, hp->n_kv_heads, hp->head_dim, mark, size, &model->calibration, err);
 }
 
 uint32_t hsri_rope_choose(const hsri_hparams *hp, uint64_t context, float *inv_freq)

@@ -8,8 +8,10 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
+#include "calibration.h"
 #include "container/container.h"
 #include "device/device.h"
+#include "sparse/profile.h"
 
 /* How the rotary table depends on a session's length: docs/model-file.md. */
 typedef enum hsri_rope_kind { HSRI_ROPE_STATIC, HSRI_ROPE_DYNAMIC, HSRI_ROPE_LONG } hsri_rope_kind;
@@ -55,6 +57,7 @@ extern const hsri_arch *const hsri_archs[];   /* NULL-terminated */
 
 struct hsr_model {
     hsri_container  *container;
+    hsri_calibration *calibration;  /* NULL: none */
     hsri_hparams     hp;
     const hsri_arch *arch;
     hsr_model_info   info;
@@ -64,6 +67,9 @@ struct hsr_model {
 hsr_status hsri_model_open(const char *path, hsr_model **model, hsr_error *err);
 void hsri_model_retain(hsr_model *model);
 void hsri_model_release(hsr_model *model);
+
+/* Read the model's calibration; once, before engines are made. */
+hsr_status hsri_model_calibrate(hsr_model *model, const char *path, hsr_error *err);
 
 /* Resolve every tensor to a handle into device buffer `buf`, which holds the whole file. HSR_E_FORMAT names a tensor that is
  * missing, left over, or of the wrong type or shape. Free with hsri_weights_free. */
@@ -112,6 +118,40 @@ typedef struct hsri_scratch {
 
 hsr_status hsri_scratch_create(hsri_device *dev, const hsri_hparams *hp, uint32_t max_rows, hsri_scratch *s, hsr_error *err);
 
+/* A run of rows that attend alike in every layer; spans cover a step's rows in order. Sparse ones are small enough for the room. */
+typedef struct hsri_span {
+    uint32_t row, n_rows;
+    uint32_t max_pos;
+    bool     sparse;            /* in the layers outside `dense_layers` */
+    bool     prefill;           /* picks are whole runs: the settings of prompts apply */
+    bool     observed;          /* every pick is one row: what they cover is reported */
+    uint32_t n_fixed;           /* fixed groups, the most of any row */
+    uint32_t max_units;         /* list entries, the most of any pick: the lists' stride */
+    uint32_t first_pick, n_picks;
+    hsri_layer_set dense_layers;
+} hsri_span;
+
+/* Device memory of selections, owned by the engine, sized for its sparse sessions. */
+typedef struct hsri_sparse_room {
+    hsri_ref scratch;           /* of select */
+    uint64_t scratch_bytes;
+    hsri_ref units;             /* lists */
+    uint64_t n_units;
+    hsri_ref counts;            /* uint32[rows][kv heads] */
+    hsri_ref virtual_part;      /* float[rows][heads][2 + d] */
+    hsri_ref covered;           /* float[layers][rows][heads] */
+    hsri_ref attended;          /* uint32[layers][rows][kv heads]: copies of counts of observed rows */
+} hsri_sparse_room;
+
+/* Where a step's queries are also wanted, on the host: hsr_session_capture. */
+typedef struct hsri_tap {
+    uint32_t layer_first, layer_end;
+    uint32_t n;                 /* rows */
+    const uint32_t *rows;       /* of the step */
+    float   *const *to;         /* [n]: of layer_first; layers are `stride` floats apart */
+    uint64_t stride;
+} hsri_tap;
+
 /* One step. */
 struct hsri_forward {
     hsri_device        *dev;
@@ -125,7 +165,15 @@ struct hsri_forward {
     hsri_ref            ids;          /* int32[n_rows] */
     hsri_ref            rope_tables;  /* float[tables][rotary_dim / 2] */
     hsri_rope           rope;         /* filled by hsri_forward_layers */
-    uint32_t            max_pos;      /* highest position in the batch */
+    const hsri_span    *spans;
+    uint32_t            n_spans;
+    bool                rotate;       /* some sequence reads queries in the calibrated basis */
+    hsri_ref            picks;        /* hsri_pick[], rows relative to their span */
+    hsri_ref            pick_of;      /* uint32[n_rows]: pick of each row, relative to its span's first */
+    hsri_ref            sparse[2];    /* hsri_sparse[n_layers][n_seqs]: of decode rows, of prompt runs */
+    const hsri_sparse_room *room;
+    const hsri_tap     *taps;
+    uint32_t            n_taps;
 };
 
 /* Enqueue everything up to the last layer: scratch.x then holds the residual stream of every row. */
@@ -134,8 +182,7 @@ void hsri_forward_layers(hsri_forward *f);
 /* Enqueue the logits of n <= HSRI_LOGIT_ROWS rows, given by an array of row indices, into scratch.logits. */
 void hsri_forward_logits(const hsri_forward *f, hsri_ref index /* uint32[n] */, uint32_t n);
 
-/* Dense attention of the batch over its pages, all groups in order, as waves that fit the partials' room (D5):
- * scratch.queries -> scratch.attended. */
+/* Attention of the batch over its pages (attend.c): scratch.queries -> scratch.attended. */
 void hsri_forward_attend(const hsri_forward *f, uint32_t layer);
 
 #endif

@@ -7,17 +7,21 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import progress
 from .errors import FileMissingError, FormatError, InvalidError, from_os_error
 from .model import DTYPES, Model, engine_options
+
+if TYPE_CHECKING:
+    from .profile import ProfileLike
 
 
 def load(
     path: str | bytes | os.PathLike[Any], *, ram: int | str | None = None, hot: int | str | None = None, threads: int = 0,
     isa: str = "auto", kv: str = "auto", chunk: int = 512, max_sessions: int = 256, max_batch: int = 1024, dtype: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None, log: logging.Logger | None = None, debug_async: bool = False,
+    profile: ProfileLike = 0, calibration: str | bytes | os.PathLike[Any] | None = None,
 ) -> Model:
     """Open a model.
 
@@ -31,6 +35,8 @@ def load(
     dtype         for conversion: "f32", "bf16", "q8" (the default) or "q4"
     cache_dir     where converted models are kept; None: $XDG_CACHE_HOME/hisparse_rt, or ~/.cache/hisparse_rt
     log           a logging.Logger for what the engine has to say; None: silent
+    profile       how sessions attend unless they say otherwise: a Profile, the name of a preset, a JSON file; 0 and "exact" are dense
+    calibration   the model's `.hsrcal` file; None: the one beside the model, if there is one
     debug_async   run in the slow mode that finds ordering mistakes in the runtime
 
     FileError, FormatError, VersionError, UnsupportedError, OutOfMemoryError, InvalidError; all are HisparseError.
@@ -48,7 +54,13 @@ def load(
         source = _converted(name, dtype or "q8", cache_dir)
     elif dtype is not None:
         raise InvalidError(f"dtype is for conversion, and {name!a} is not a folder or a .gguf file")
-    return Model(source, **engine)
+    return Model(source, **engine, profile=profile, calibration=_calibration(os.fsdecode(source)) if calibration is None else calibration)
+
+
+def _calibration(model: str) -> str | None:
+    """The calibration that lies beside a model file."""
+    beside = model.removesuffix(".hsr") + ".hsrcal"
+    return beside if os.path.exists(beside) else None
 
 
 def _converted(source: str, dtype: str, cache_dir: str | os.PathLike[str] | None) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .aio import AsyncStream
     from .chat import Message
     from .conversation import Conversation
+    from .profile import Profile, ProfileLike
     from .result import Result
     from .stream import Stream
     from .template import ChatTemplate
@@ -121,7 +122,8 @@ class Model:
     def __init__(
         self, path: str | bytes | os.PathLike[Any], *, ram: int | str | None = None, hot: int | str | None = None, threads: int = 0,
         isa: str = "auto", kv: str = "auto", chunk: int = 512, max_sessions: int = 256, max_batch: int = 1024,
-        log: logging.Logger | None = None, debug_async: bool = False,
+        log: logging.Logger | None = None, debug_async: bool = False, profile: ProfileLike = 0,
+        calibration: str | bytes | os.PathLike[Any] | None = None,
     ) -> None:
         opts = engine_options(ram=ram, hot=hot, threads=threads, isa=isa, kv=kv, chunk=chunk, max_sessions=max_sessions,
                               max_batch=max_batch, log=log, debug_async=debug_async)
@@ -133,6 +135,7 @@ class Model:
         self.path = name.decode("utf-8", "replace")
         """The path as text, for people."""
         self.kv = kv
+        self.profile = profile
         self.chunk = int(opts.chunk_tokens)
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._lock = threading.Lock()
@@ -142,8 +145,13 @@ class Model:
             self._native.log = ffi.new_handle(log)
             opts.log, opts.log_user = lib.py_log, self._native.log
             opts.log_level = next((number for level, number in _LOG_LEVELS if log.getEffectiveLevel() >= level), lib.HSR_LOG_DEBUG)
+        self.calibrated = calibration is not None
+        if calibration is not None:
+            call(lib.hsr_model_load_calibration, self._native.model.pointer, os.fsencode(calibration))
+        self._profiles: dict[Any, int] = {}
         call(lib.hsr_engine_create, self._native.model.pointer, opts, self._native.engine.box)
         self.info = self._read_info()
+        self.profile_id(profile)   # a wrong one is told now
 
     # ---- facts
 
@@ -233,16 +241,52 @@ class Model:
             return session.logits(array, chunk)
 
     def session(self, *, context: int | None = None, kv: str | None = None, beyond_trained: bool = False,
-                window_size: int | None = None, sink_size: int | None = None, rollback_tokens: int | None = None) -> Session:
+                window_size: int | None = None, sink_size: int | None = None, rollback_tokens: int | None = None,
+                profile: ProfileLike | None = None, index: str = "auto", sketch: tuple[int, int] | None = None) -> Session:
         """An empty session.
 
         context          most tokens it may hold; None is the trained length. Costs nothing until used
-        kv               "f32", "bf16" or "auto"; None takes the model's
+        kv               "f32", "bf16", "int8", "compact", "vtq" or "auto"; None takes the model's
         beyond_trained   allow a context above the trained length
-        window_size, sink_size, rollback_tokens   see hsr_session_opts in hisparse_rt.h; None is its default
+        window_size, sink_size, rollback_tokens   see hsr_session_opts in hisparse_rt.h; None is the profile's, then its default
+        profile          how its prompts and requests attend: a Profile, the name of a preset, or an id; None takes the model's
+        index            what selectors may read: "sketch", "minmax", "gaussian", "none"; "auto" is what the profile needs
+        sketch           components of a sketch at 4 and at 2 bits; None is (24, 0)
         """
-        return Session(self, context=context, kv=kv or self.kv, beyond_trained=beyond_trained, window_size=window_size,
-                       sink_size=sink_size, rollback_tokens=rollback_tokens)
+        from .profile import as_profile
+
+        profile = self.profile if profile is None else profile
+        pages = {} if isinstance(profile, int) else as_profile(profile).session_options()
+        pages |= {name: value for name, value in (("window_size", window_size), ("sink_size", sink_size)) if value is not None}
+        return Session(self, context=context, kv=kv or self.kv, beyond_trained=beyond_trained, rollback_tokens=rollback_tokens,
+                       profile=profile, index=index, sketch=sketch, **pages)
+
+    def profile_id(self, profile: ProfileLike) -> int:
+        """The id of a profile in this model's engine, which registers it at its first use."""
+        from .profile import as_profile
+
+        if isinstance(profile, int):
+            return profile
+        chosen = as_profile(profile)
+        with self._lock:
+            if chosen not in self._profiles:
+                self._profiles[chosen] = self._register(chosen)
+            return self._profiles[chosen]
+
+    def _register(self, profile: Profile) -> int:
+        native, number = ffi.new("hsr_profile *"), ffi.new("int32_t *")
+        lib.hsr_profile_init(native, ffi.sizeof("hsr_profile"))
+        arrays = []   # keep what native points to
+        for name, value in profile.native_fields(self.info.n_layers).items():
+            if isinstance(value, (list, tuple)):
+                arrays.append(ffi.new("int32_t[]", list(value)))
+                setattr(native, "n_" + name, len(value))
+                setattr(native, name, arrays[-1])
+            else:
+                setattr(native, name, value)
+        with self._native.engine.lock:
+            call(lib.hsr_profile_register, self._native.engine.pointer, native, number)
+        return int(number[0])
 
     @overload
     def chat(self, messages: str | Sequence[Message], *, stream: Literal[True], system: str | None = ...,

@@ -2,8 +2,9 @@
 """One sequence of tokens with its key-value memory."""
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -20,8 +21,13 @@ from .stream import Stream
 
 if TYPE_CHECKING:
     from .model import Model
+    from .profile import ProfileLike
 
-KV_FORMATS = {"auto": lib.HSR_KV_AUTO, "f32": lib.HSR_KV_F32, "bf16": lib.HSR_KV_BF16}
+KV_FORMATS = {"auto": lib.HSR_KV_AUTO, "f32": lib.HSR_KV_F32, "bf16": lib.HSR_KV_BF16, "int8": lib.HSR_KV_INT8,
+              "compact": lib.HSR_KV_COMPACT, "vtq": lib.HSR_KV_VTQ}
+INDEX_KINDS = {"auto": lib.HSR_INDEX_AUTO, "none": lib.HSR_INDEX_NONE, "sketch": lib.HSR_INDEX_SKETCH,
+               "minmax": lib.HSR_INDEX_MINMAX, "gaussian": lib.HSR_INDEX_GAUSSIAN}
+INDEX_NAMES = {number: name for name, number in INDEX_KINDS.items()}
 _INT32_MAX = (1 << 31) - 1
 KV_NAMES = {number: name for name, number in KV_FORMATS.items()}
 
@@ -48,6 +54,17 @@ class SessionStats:
     pages_sealed: int
     kv_format: str
     running: bool
+    index_kind: str
+    profile: int
+    """Id of the profile in use."""
+    index_bytes: int
+    sparse_rows: int
+    """Rows computed with a selection of their own: decoded tokens, mostly."""
+    covered: float
+    """Estimated share of the attention mass that the last such row attended, mean over layers and heads; NaN: none yet."""
+    covered_mean: float
+    attended_tokens: float
+    """Tokens that the last such row attended, mean over layers and kv heads."""
 
 
 class Session:
@@ -60,6 +77,7 @@ class Session:
     def __init__(
         self, model: Model, *, context: int | None = None, kv: str | None = None, beyond_trained: bool = False,
         window_size: int | None = None, sink_size: int | None = None, rollback_tokens: int | None = None,
+        profile: ProfileLike | None = None, index: str = "auto", sketch: tuple[int, int] | None = None,
     ) -> None:
         opts = ffi.new("hsr_session_opts *")
         lib.hsr_session_opts_init(opts, ffi.sizeof("hsr_session_opts"))
@@ -72,6 +90,13 @@ class Session:
             if value is not None:
                 setattr(opts, name, integer(name, value, 0, _INT32_MAX))
         opts.beyond_trained = bool(beyond_trained)
+        if index not in INDEX_KINDS:
+            raise InvalidError(f"index is {index!r}, known kinds are {', '.join(INDEX_KINDS)}")
+        opts.index_kind = INDEX_KINDS[index]
+        if sketch is not None:
+            opts.sketch_4bit, opts.sketch_2bit = (integer("sketch", bits, 0, 4096) for bits in sketch)
+        if profile is not None:
+            opts.profile = model.profile_id(profile)
         self._opened(model)
         with model._native.engine.lock:
             call(lib.hsr_session_create, model._native.engine.pointer, opts, self._handle.box)
@@ -112,6 +137,11 @@ class Session:
         self._check_not_streaming()
         self._call(lib.hsr_session_truncate, integer("n", n, 0, _INT32_MAX))
 
+    def set_profile(self, profile: ProfileLike) -> None:
+        """Use another profile from here on. UnsupportedError if the session's index lacks what its selector reads."""
+        self._check_not_streaming()
+        self._call(lib.hsr_session_set_profile, self.model.profile_id(profile))
+
     def rebuild(self) -> None:
         """Drop the key-value memory and compute all tokens again, with the next work: the way back after a failure."""
         self._check_not_streaming()
@@ -137,13 +167,14 @@ class Session:
     def logits(self, ids: Ids, chunk: int | None = None) -> npt.NDArray[np.float32]:
         """Append `ids`, compute them, and return the logits of each: [len(ids), vocab_size]; row i predicts the token after ids[i].
 
-        chunk: tokens per step; None takes the engine's. It changes memory and speed, never a bit of the result.
+        chunk: tokens per call into the runtime; None takes the engine's. With dense attention it never changes a bit of the result.
+        With a sparse profile each chunk is an append of its own, whose boundaries matter: None then takes all ids at once.
         """
         self._check_not_streaming()
         array = as_ids(ids)
         if not array.size:
             raise InvalidError("no ids: logits needs at least one token")
-        step = self.model.chunk if chunk is None else integer("chunk", chunk, 1, _INT32_MAX)
+        step = integer("chunk", chunk, 1, _INT32_MAX) if chunk is not None else self.model.chunk if self.stats().profile == 0 else array.size
         self.check_room(array.size)
         out = np.empty((array.size, self.model.info.vocab_size), dtype=np.float32)
         for start in range(0, array.size, step):  # a return to Python between steps lets Ctrl-C in
@@ -183,13 +214,49 @@ class Session:
 
     # ---- facts and end
 
+    # ---- unstable: for calibration and measuring
+
+    def keys(self, layer: int, first: int = 0, n: int | None = None) -> npt.NDArray[np.float32]:
+        """Keys of a layer, after rope, as attention reads them: float32 [n, n_kv_heads, head_dim]."""
+        return self._observe(lib.HSR_OBSERVE_KEYS, layer, first, n)
+
+    def values(self, layer: int, first: int = 0, n: int | None = None) -> npt.NDArray[np.float32]:
+        """Values of a layer: float32 [n, n_kv_heads, head_dim]."""
+        return self._observe(lib.HSR_OBSERVE_VALUES, layer, first, n)
+
+    @contextlib.contextmanager
+    def capture(self, n: int, *, first: int = 0, stride: int = 1, layers: range | None = None) -> Iterator[npt.NDArray[np.float32]]:
+        """Inside the block, the queries (after rope) of positions first + k * stride, k < n, are recorded as they are computed:
+        float32 [layers, n, n_heads, head_dim]. Positions that were not computed stay NaN."""
+        info = self.model.info
+        layers = range(info.n_layers) if layers is None else layers
+        queries = np.full((len(layers), n, info.n_heads, info.head_dim), np.nan, np.float32)
+        native = new_struct("hsr_capture")
+        native.layer_first, native.layer_end, native.stride, native.first, native.n = layers.start, layers.stop, stride, first, n
+        native.queries = ffi.cast("float *", ffi.from_buffer(queries))
+        self._call(lib.hsr_session_capture, native)
+        try:
+            yield queries
+        finally:
+            if not self.closed:
+                self._call(lib.hsr_session_capture, new_struct("hsr_capture"))
+
+    def _observe(self, what: int, layer: int, first: int, n: int | None) -> npt.NDArray[np.float32]:
+        info = self.model.info
+        count = self.stats().n_computed - first if n is None else n
+        out = np.empty((max(count, 0), info.n_kv_heads, info.head_dim), np.float32)
+        self._call(lib.hsr_session_observe, what, integer("layer", layer, 0, _INT32_MAX), integer("first", first, 0, _INT32_MAX),
+                   integer("n", count, 0, _INT32_MAX), ffi.cast("float *", ffi.from_buffer(out)), out.size)
+        return out
+
     def stats(self) -> SessionStats:
         """Counters of this session."""
         native = new_struct("hsr_session_stats")
         with self._handle.lock:
             call(lib.hsr_session_get_stats, self._handle.pointer, native)
         values = {field.name: getattr(native, field.name) for field in fields(SessionStats)}
-        return SessionStats(**{**values, "kv_format": KV_NAMES.get(native.kv_format, "?"), "running": bool(native.running)})
+        return SessionStats(**{**values, "kv_format": KV_NAMES.get(native.kv_format, "?"), "running": bool(native.running),
+                               "index_kind": INDEX_NAMES.get(native.index_kind, "?")})
 
     def close(self) -> None:
         """Free the session and its memory now; a second call does nothing. BusyError while another thread is inside."""

@@ -67,12 +67,35 @@ hsr_status hsr_engine_destroy(hsr_engine **engine, hsr_error *err)
     return HSR_OK;
 }
 
+void hsr_profile_init(hsr_profile *profile, uint32_t struct_size)
+{
+    const hsr_profile defaults = {
+        .struct_size = sizeof defaults, .sparse = 1, .budget = 1024, .slice_size = 16, .virtual_tokens = 1, .block_size_coarse = 1024,
+        .block_size_fine = 64, .top_k_coarse = 32, .top_k_fine = 16,
+    };
+    hsri_struct_fill(profile, struct_size, &defaults, sizeof defaults);
+}
+
 static hsr_status check_engine(const hsr_engine *e, const char *function, hsr_error *err)
 {
     hsri_clear(err);
     if (!e)
         return hsri_fail(err, HSR_E_INVALID, "%s: engine is NULL", function);
     return hsri_engine_check_fork(e, err);
+}
+
+hsr_status hsr_profile_register(hsr_engine *e, const hsr_profile *profile, int32_t *id, hsr_error *err)
+{
+    hsr_profile known;
+    HSRI_TRY(check_engine(e, "hsr_profile_register", err));
+    if (!id)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_profile_register: id is NULL");
+    hsr_profile_init(&known, sizeof known);
+    HSRI_TRY(hsri_struct_in(&known, sizeof known, profile, "hsr_profile", err));
+    hsri_engine_enter(e);
+    hsr_status st = hsri_engine_register(e, &known, id, err);
+    hsri_engine_leave(e);
+    return st;
 }
 
 hsr_status hsr_engine_cancel(hsr_engine *e, hsr_error *err)

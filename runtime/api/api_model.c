@@ -48,6 +48,16 @@ void hsr_model_close(hsr_model **model)
     *model = NULL;
 }
 
+hsr_status hsr_model_load_calibration(hsr_model *model, const char *path, hsr_error *err)
+{
+    hsri_clear(err);
+    if (!model)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_model_load_calibration: model is NULL");
+    if (!path || !path[0])
+        return hsri_fail(err, HSR_E_INVALID, "hsr_model_load_calibration: path is %s", path ? "empty" : "NULL");
+    return hsri_model_calibrate(model, path, err);
+}
+
 hsr_status hsr_model_get_info(const hsr_model *model, hsr_model_info *info, hsr_error *err)
 {
     hsri_clear(err);

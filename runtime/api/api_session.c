@@ -16,7 +16,7 @@ void hsr_session_opts_init(hsr_session_opts *opts, uint32_t struct_size)
 void hsr_request_init(hsr_request *request, uint32_t struct_size)
 {
     const hsr_request defaults = {
-        .struct_size = sizeof defaults, .max_tokens = 128, .top_p = 1.0f, .repetition_penalty = 1.0f, .penalty_window = -1,
+        .struct_size = sizeof defaults, .max_tokens = 128, .top_p = 1.0f, .repetition_penalty = 1.0f, .penalty_window = -1, .profile = -1,
     };
     hsri_struct_fill(request, struct_size, &defaults, sizeof defaults);
 }
@@ -30,8 +30,14 @@ static hsr_status check_pages(const char *name, int32_t tokens, int32_t lowest, 
 
 static hsr_status check_opts(const hsr_session_opts *o, hsr_error *err)
 {
-    if (o->kv_format < HSR_KV_AUTO || o->kv_format > HSR_KV_BF16)
-        return hsri_fail(err, HSR_E_INVALID, "kv_format is %d, this library knows %d to %d", o->kv_format, HSR_KV_AUTO, HSR_KV_BF16);
+    if (o->kv_format < HSR_KV_AUTO || o->kv_format > HSR_KV_VTQ)
+        return hsri_fail(err, HSR_E_INVALID, "kv_format is %d, this library knows %d to %d", o->kv_format, HSR_KV_AUTO, HSR_KV_VTQ);
+    if (o->index_kind < HSR_INDEX_AUTO || o->index_kind > HSR_INDEX_GAUSSIAN)
+        return hsri_fail(err, HSR_E_INVALID, "index_kind is %d, this library knows %d to %d", o->index_kind, HSR_INDEX_AUTO, HSR_INDEX_GAUSSIAN);
+    if (o->sketch_4bit < 0 || o->sketch_4bit % 8)
+        return hsri_fail(err, HSR_E_INVALID, "sketch_4bit is %d, allowed are multiples of 8", o->sketch_4bit);
+    if (o->sketch_2bit < 0 || o->sketch_2bit % 16)
+        return hsri_fail(err, HSR_E_INVALID, "sketch_2bit is %d, allowed are multiples of 16", o->sketch_2bit);
     if (o->rollback_tokens < 0)
         return hsri_fail(err, HSR_E_INVALID, "rollback_tokens is %d, it cannot be negative", o->rollback_tokens);
     HSRI_TRY(check_pages("window_size", o->window_size, (int32_t)HSRI_PAGE_TOKENS, err));
@@ -138,6 +144,74 @@ hsr_status hsr_session_truncate(hsr_session *s, uint64_t n, hsr_error *err)
     hsr_status st = hsri_session_truncate(s, n, err);
     hsri_engine_leave(s->engine);
     return leave(s, st);
+}
+
+hsr_status hsr_session_set_profile(hsr_session *s, int32_t profile, hsr_error *err)
+{
+    HSRI_TRY(enter(s, "hsr_session_set_profile", err));
+    hsri_engine_enter(s->engine);
+    hsr_status st = hsri_session_set_profile(s, profile, err);
+    hsri_engine_leave(s->engine);
+    return leave(s, st);
+}
+
+/* ---- observing ------------------------------------------------------------------------------------------------ */
+
+static hsr_status check_observe(const hsr_session *s, int32_t what, int32_t layer, uint64_t first, uint64_t n, const float *out, uint64_t size, hsr_error *err)
+{
+    const hsr_model_info *info = &s->engine->model->info;
+    const uint64_t width = (uint64_t)info->n_kv_heads * (uint64_t)info->head_dim;
+    if (what != HSR_OBSERVE_KEYS && what != HSR_OBSERVE_VALUES)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: what is %d, this library knows 1 and 2", what);
+    if (layer < 0 || layer >= info->n_layers)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: layer is %d, the model has %d", layer, info->n_layers);
+    if (hsri_session_has_work(s) || s->request.active)
+        return hsri_fail(err, HSR_E_STATE, "hsr_session_observe: work is under way");
+    if (n > s->n_computed || first > s->n_computed - n)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: positions %llu to %llu, the session has computed %llu", (unsigned long long)first,
+                         (unsigned long long)(first + n), (unsigned long long)s->n_computed);
+    if (n && (!out || size / width < n))
+        return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: out holds %llu floats, %llu are needed", (unsigned long long)(out ? size : 0),
+                         (unsigned long long)(n * width));
+    return HSR_OK;
+}
+
+hsr_status hsr_session_observe(hsr_session *s, int32_t what, int32_t layer, uint64_t first, uint64_t n, float *out, uint64_t size, hsr_error *err)
+{
+    HSRI_TRY(enter(s, "hsr_session_observe", err));
+    hsri_engine_enter(s->engine);
+    hsr_status st = check_observe(s, what, layer, first, n, out, size, err);
+    if (st == HSR_OK)
+        st = hsri_session_observe(s, what, layer, first, n, out, err);
+    hsri_engine_leave(s->engine);
+    return leave(s, st);
+}
+
+static hsr_status check_capture(const hsr_session *s, const hsr_capture *c, hsr_error *err)
+{
+    const int32_t n_layers = s->engine->model->info.n_layers;
+    if (c->n == 0)
+        return HSR_OK;
+    if (c->layer_first < 0 || c->layer_end > n_layers || c->layer_first >= c->layer_end)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_capture: layers %d to %d, the model has %d", c->layer_first, c->layer_end, n_layers);
+    if (c->stride == 0 || !c->queries)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_capture: %s", c->queries ? "stride is 0" : "queries is NULL");
+    return HSR_OK;
+}
+
+hsr_status hsr_session_capture(hsr_session *s, const hsr_capture *capture, hsr_error *err)
+{
+    hsr_capture known = { .struct_size = sizeof known };
+    HSRI_TRY(enter(s, "hsr_session_capture", err));
+    hsr_status st = hsri_struct_in(&known, sizeof known, capture, "hsr_capture", err);
+    if (st == HSR_OK)
+        st = check_capture(s, &known, err);
+    if (st < 0)
+        return leave(s, st);
+    hsri_engine_enter(s->engine);
+    s->capture = known;
+    hsri_engine_leave(s->engine);
+    return leave(s, HSR_OK);
 }
 
 hsr_status hsr_session_rebuild(hsr_session *s, hsr_error *err)

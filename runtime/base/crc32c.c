@@ -55,16 +55,18 @@ static uint64_t load8(const uint8_t *at)
     return value;
 }
 
-/* a * b modulo the polynomial. */
-static uint32_t multiply(uint32_t a, uint32_t b)
+/* a * x + b * y modulo the polynomial; the two products together, as each is one long chain. */
+static uint32_t multiply_add(uint32_t a, uint32_t x, uint32_t b, uint32_t y)
 {
-    uint32_t product = 0;
+    uint32_t sum = 0;
     for (uint32_t i = 0; i < 32; i++) {
-        product ^= a & -(b >> 31);
-        b <<= 1;
+        sum ^= (a & -(x >> 31)) ^ (b & -(y >> 31));
+        x <<= 1;
+        y <<= 1;
         a = a >> 1 ^ (POLYNOMIAL & -(a & 1));
+        b = b >> 1 ^ (POLYNOMIAL & -(b & 1));
     }
-    return product;
+    return sum;
 }
 
 static uint32_t three_lanes(uint32_t crc, const uint8_t *bytes)
@@ -75,7 +77,7 @@ static uint32_t three_lanes(uint32_t crc, const uint8_t *bytes)
         b = STEP8(b, load8(bytes + LANE + i));
         c = STEP8(c, load8(bytes + 2 * LANE + i));
     }
-    return multiply((uint32_t)a, X_LANES) ^ multiply((uint32_t)b, X_LANE) ^ (uint32_t)c;
+    return multiply_add((uint32_t)a, X_LANES, (uint32_t)b, X_LANE) ^ (uint32_t)c;
 }
 
 uint32_t hsri_crc32c(uint32_t crc, const void *data, size_t n)

@@ -40,6 +40,13 @@ typedef struct seal_args { hsri_kv_view kv; hsri_ref list; uint32_t n; } seal_ar
 typedef struct attend_args {
     hsri_batch batch; hsri_kv_view kv; hsri_ref queries, rotated, part; uint32_t layer, n_heads, g0, g1; float scale;
 } attend_args;
+typedef struct attend_list_args {
+    hsri_batch batch; hsri_kv_view kv; hsri_lists lists; hsri_ref queries, rotated, pick_of, part; uint32_t layer, n_heads, g0, g1; float scale;
+} attend_list_args;
+typedef struct rotate_args { hsri_kv_view kv; hsri_ref queries, rotated; uint32_t layer, n_heads, n_rows; } rotate_args;
+typedef struct select_args {
+    hsri_batch batch; hsri_kv_view kv; hsri_lists lists; hsri_ref queries, rotated, acc, sparse, picks, scratch; uint32_t layer, n_heads; float scale;
+} select_args;
 typedef struct merge_args { hsri_ref part, acc, out; uint32_t n_rows, n_heads, head_dim, n_groups; int first; } merge_args;
 typedef struct sample_args { hsri_ref logits, params, out; uint32_t n_rows, n_vocab, n_tokens; } sample_args;
 typedef struct norm_linear_args { hsri_matrix w; hsri_ref in, gain, bias, scratch, out; float eps; uint32_t n_rows, n; } norm_linear_args;
@@ -52,7 +59,8 @@ typedef struct copy_args { hsri_ref dst, src; void *out; const void *in; uint64_
 
 typedef union args {
     embed_args embed; gather_args gather; rope_table_args rope_table; rms_norm_args rms_norm; linear_args linear; rows_args rows;
-    rope_append_args rope_append; seal_args seal; attend_args attend; merge_args merge; sample_args sample;
+    rope_append_args rope_append; seal_args seal; attend_args attend; attend_list_args attend_list;
+    rotate_args rotate; select_args select; merge_args merge; sample_args sample;
     norm_linear_args norm_linear; qkv_args qkv; linear_add_args linear_add; copy_args copy;
 } args;
 
@@ -235,6 +243,59 @@ static void async_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_v
                          hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
 {
     PUSH(q, run_attend, attend, *batch, *kv, queries, rotated, part, layer, n_heads, g0, g1, scale);
+}
+
+/* g0: the rows are prompt runs; g1: groups */
+static void run_attend_fixed(hsri_queue *q, const args *u)
+{
+    const attend_args *a = &u->attend;
+    q->dev->ops.attend_fixed(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->g1, (int)a->g0, a->part);
+}
+
+static void async_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                               hsri_ref queries, hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part)
+{
+    PUSH(q, run_attend_fixed, attend, *batch, *kv, queries, rotated, part, layer, n_heads, runs != 0, n_fixed, scale);
+}
+
+static void run_attend_list(hsri_queue *q, const args *u)
+{
+    const attend_list_args *a = &u->attend_list;
+    q->dev->ops.attend_list(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->pick_of, &a->lists, a->g0, a->g1,
+                            a->part);
+}
+
+static void async_attend_list(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                              hsri_ref queries, hsri_ref rotated, hsri_ref pick_of, const hsri_lists *lists, uint32_t g0, uint32_t g1,
+                              hsri_ref part)
+{
+    PUSH(q, run_attend_list, attend_list, *batch, *kv, *lists, queries, rotated, pick_of, part, layer, n_heads, g0, g1, scale);
+}
+
+static void run_rotate(hsri_queue *q, const args *u)
+{
+    const rotate_args *a = &u->rotate;
+    q->dev->ops.rotate(q, &a->kv, a->layer, a->n_heads, a->n_rows, a->queries, a->rotated);
+}
+
+static void async_rotate(hsri_queue *q, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, uint32_t n_rows, hsri_ref queries,
+                         hsri_ref rotated)
+{
+    PUSH(q, run_rotate, rotate, *kv, queries, rotated, layer, n_heads, n_rows);
+}
+
+static void run_select(hsri_queue *q, const args *u)
+{
+    const select_args *a = &u->select;
+    q->dev->ops.select(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->acc, a->sparse, a->picks, a->scratch,
+                       &a->lists);
+}
+
+static void async_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                         hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, hsri_ref scratch,
+                         const hsri_lists *lists)
+{
+    PUSH(q, run_select, select, *batch, *kv, *lists, queries, rotated, acc, sparse, picks, scratch, layer, n_heads, scale);
 }
 
 static void run_merge(hsri_queue *q, const args *u)
@@ -483,7 +544,8 @@ static void fill_ops(hsri_ops *ops)
     *ops = (hsri_ops){
         .embed = async_embed, .gather_rows = async_gather_rows, .rope_table = async_rope_table, .rms_norm = async_rms_norm,
         .linear = async_linear, .add = async_add, .silu_mul = async_silu_mul, .rope_append = async_rope_append, .seal = async_seal,
-        .attend = async_attend, .merge = async_merge, .sample = async_sample, .check_finite = async_check_finite,
+        .attend = async_attend, .attend_fixed = async_attend_fixed, .attend_list = async_attend_list,
+        .rotate = async_rotate, .select = async_select, .merge = async_merge, .sample = async_sample, .check_finite = async_check_finite,
         .norm_linear = async_norm_linear, .qkv_rope_append = async_qkv_rope_append, .gate_up_silu = async_gate_up_silu,
         .linear_add = async_linear_add,
     };

@@ -167,9 +167,10 @@ typedef struct hsri_ops {
     /* rotated[row][n_heads][d] = B^T q of each query head, by the calibration of its kv head: what `select` and `attend` of
      * COMPACT and VTQ pages read beside q */
     void (*rotate)(hsri_queue *q, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, uint32_t n_rows, hsri_ref queries, hsri_ref rotated);
-    /* partials of the fixed groups: part[(row * n_heads + head) * n_fixed + g]; groups beyond a row's own are empty */
+    /* partials of the fixed groups: part[(row * n_heads + head) * n_fixed + g]; groups beyond a row's own are empty. `runs`: the rows
+     * are whole prompt runs (hsri_pick of 128 rows), whose second pages have a bridge group; otherwise no row has one. */
     void (*attend_fixed)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
-                         hsri_ref rotated, uint32_t n_fixed, hsri_ref part);
+                         hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part);
     /* acc = merged state of the fixed groups, { m, l, o[d] } per (row, head): their mass is exact and part of the normaliser */
     void (*select)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
                    hsri_ref rotated, hsri_ref acc, hsri_ref sparse /* hsri_sparse[n_seqs] */, hsri_ref picks /* hsri_pick[] */, hsri_ref scratch,

@@ -39,9 +39,14 @@ typedef struct hsri_page_header {
     uint16_t format;     /* hsri_kv_type */
     uint16_t head_dim;
     float    error;      /* relative encoding error |x - decoded| / |x| over K and V (Frobenius); 0 for plain formats */
-    float    k_scale;    /* encoded formats: scales and zero points that the page needs beside its body */
-    float    v_scale;
-    uint8_t  reserved[24];
+    /* compact and vtq: numbers that the page needs beside its body (docs/kv-formats.md) */
+    float    k_scale;    /* of the codes of the page's mean key */
+    float    v_scale;    /* of the codes of its mean value */
+    float    k_unit;     /* what the scale bytes of keys count in */
+    float    v_unit;     /* of values */
+    float    narrow;     /* vtq: scale of tokens of 4 bits, relative to those of 6 */
+    uint32_t reserved;
+    uint64_t wide;       /* vtq: tokens of 6 bits; 0: all have 5 */
 } hsri_page_header;
 
 #define HSRI_PAGE_MAGIC 0x50525348u /* "HSRP" */
@@ -53,6 +58,10 @@ typedef struct hsri_page_header {
  *   compact, vtq   docs/kv-formats.md; compact is 4096 bytes at d 64, 8192 at d 128
  * 0 if the format does not exist at this head size (compact and vtq want a multiple of 16). */
 uint64_t hsri_page_bytes(hsri_kv_type format, uint32_t head_dim);
+
+/* Keys and values of a whole page slot as float[64][d]. `calibration` = the record of its layer and kv head, NULL if the format
+ * needs none. Slow and simple: for tests, measuring, and the oracle selector. */
+void hsri_page_decode(hsri_kv_type format, uint32_t head_dim, const uint8_t *slot, const float *calibration, float *k, float *v);
 
 static inline uint64_t hsri_plain_page_bytes(hsri_kv_type type, uint32_t head_dim)
 {

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Arguments of the operations of sparse attention. A sparse row attends, in this order of groups (D5):
- *   fixed groups   sink pages in runs of 16 pages; then, if the row's page is the second of its run (see hsri_pick), the page that
- *                  just left its window, read in the session's format; then the window's pages in runs of 16 pages
+ *   fixed groups   sink pages in runs of 16 pages; then one bridge group, empty except in the second page of a prompt run (hsri_pick
+ *                  of 128 rows; position / 64 is odd): page q - W, which just left the window and which the run's selection, made
+ *                  for its first page, does not know, read in the session's format; then the window's pages in runs of 16 pages
  *   list groups    8 units each of its pick's list, in position order
  *   virtual        one group: everything that was not selected, as estimated
  * q = row position / 64, W = window_pages: the window is pages max(sink, q - W + 1) .. q, read plain. */
@@ -35,6 +36,7 @@ typedef struct hsri_sparse {
     uint32_t selector;
     uint32_t flags;
     uint32_t budget_units;          /* units to select, at most; >= 1 */
+    float    ratio;                 /* > 0: at most max(budget_units, ceil(ratio * selectable units)) instead */
     uint32_t slice_units;           /* 1, 2 or 4: units chosen together, aligned */
     uint32_t candidates;            /* CLUSTER: tokens whose sketches are scored */
     uint32_t coarse_pages, fine_units, top_coarse, top_fine;   /* CLASSIC: block sizes in pages and units, how many are kept */
@@ -55,7 +57,7 @@ typedef struct hsri_lists {
     hsri_ref counts;                /* uint32[n_picks][n_kv_heads] */
     hsri_ref virtual_part;          /* float[n_rows][n_heads]{ m, l, o[d] }; empty (m -inf, l 0) for picks of several rows and where off */
     hsri_ref covered;               /* float[n_rows][n_heads]: estimated share of the mass that is attended; NaN for rows that did not vote */
-    uint32_t stride;                /* >= budget_units + 4 * n_forced of every sequence */
+    uint32_t stride;                /* >= the budget with its ratio + 4 * n_forced, of every pick */
     uint32_t n_picks;
 } hsri_lists;
 

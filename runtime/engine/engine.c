@@ -2,6 +2,7 @@
 /* An engine's life, its lock, and whose turn it is. */
 #include "engine/engine.h"
 
+#include <math.h>
 #include <stdlib.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 #include "base/cpu.h"
 #include "base/memory.h"
 #include "base/status.h"
+#include "engine/spans.h"
 
 /* ---- creation ------------------------------------------------------------------------------------------------- */
 
@@ -50,6 +52,47 @@ static hsr_status create_pool(hsr_engine *e, hsr_error *err)
     return HSR_OK;
 }
 
+static hsr_status create_calibration(hsr_engine *e, hsr_error *err)
+{
+    const hsri_calibration *c = e->model->calibration;
+    if (!c)
+        return HSR_OK;
+    HSRI_TRY(e->dev->alloc(e->dev, c->n_floats * sizeof *c->floats, &e->calibration_buf, err));
+    e->shape.view.calibration = (hsri_ref){ .buf = e->calibration_buf };
+    e->dev->copy_in(e->queue, e->shape.view.calibration, c->floats, c->n_floats * sizeof *c->floats);
+    return e->dev->wait(e->queue, err);
+}
+
+/* ---- profiles ------------------------------------------------------------------------------------------------- */
+
+#define MAX_PROFILES 4096u
+
+hsr_status hsri_engine_register(hsr_engine *e, const hsr_profile *in, int32_t *id, hsr_error *err)
+{
+    hsri_profile *p;
+    if (e->n_profiles == MAX_PROFILES)
+        return hsri_fail(err, HSR_E_NOSPACE, "an engine holds at most %u profiles", MAX_PROFILES);
+    if (in->sparse && in->prefill_budget > 0 && e->opts.max_batch < (int32_t)HSRI_PICK_ROWS)
+        return hsri_fail(err, HSR_E_INVALID, "prefill_budget is %d: sparse prompts need an engine with max_batch of at least %u, this one has %d",
+                         in->prefill_budget, HSRI_PICK_ROWS, e->opts.max_batch);
+    HSRI_TRY(hsri_profile_create(in, e->model->hp.n_layers, e->model->calibration != NULL, &p, err));
+    if (!hsri_grow((void **)&e->profiles, &e->profiles_cap, e->n_profiles + 1, sizeof *e->profiles)) {
+        free(p);
+        return hsri_fail(err, HSR_E_NOMEM, "no memory for a profile");
+    }
+    *id = (int32_t)e->n_profiles;
+    e->profiles[e->n_profiles++] = p;
+    return HSR_OK;
+}
+
+hsr_status hsri_engine_profile(const hsr_engine *e, int32_t id, const hsri_profile **profile, hsr_error *err)
+{
+    if (id < 0 || (size_t)id >= e->n_profiles)
+        return hsri_fail(err, HSR_E_INVALID, "profile %d is not registered; ids 0 to %d are", id, (int32_t)e->n_profiles - 1);
+    *profile = e->profiles[id];
+    return HSR_OK;
+}
+
 /* The file's rope tables at places 0 and 1; sessions write their own behind them. */
 static hsr_status create_rope(hsr_engine *e, hsr_error *err)
 {
@@ -80,16 +123,24 @@ static hsr_status create_parts(hsr_engine *e, hsr_error *err)
     HSRI_TRY(create_device(e, err));
     HSRI_TRY(create_weights(e, err));
     HSRI_TRY(create_pool(e, err));
+    HSRI_TRY(create_calibration(e, err));
+    int32_t dense;
+    HSRI_TRY(hsri_engine_register(e, &(hsr_profile){ 0 }, &dense, err));
     HSRI_TRY(create_tables(e, err));
     HSRI_TRY(create_rope(e, err));
     HSRI_TRY(hsri_scratch_create(e->dev, &e->model->hp, (uint32_t)e->opts.max_batch, &e->scratch, err));
     HSRI_TRY(e->dev->reserve_sampling(e->dev, HSRI_LOGIT_ROWS, e->model->hp.tokenizer_size, err));
+    HSRI_TRY(hsri_spans_create(e, err));
     return hsri_step_create(e, err);
 }
 
 static void destroy_parts(hsr_engine *e)
 {
     hsri_step_destroy(e);
+    hsri_spans_destroy(e);
+    for (size_t i = 0; i < e->n_profiles; i++)
+        free(e->profiles[i]);
+    free(e->profiles);
     hsri_weights_free(&e->weights);
     hsri_pool_destroy(e->pool);
     if (e->queue)
@@ -190,7 +241,10 @@ static void publish_session(hsr_session *s, const hsri_cache_stats *c)
         .context = s->context, .prefill_tokens = s->prefill_tokens, .decode_tokens = s->decode_tokens,
         .kv_bytes = c->bytes, .kv_blocks = c->blocks, .pages_open = c->pages_open, .pages_full = c->pages_full,
         .pages_sealed = c->pages_sealed,
-        .kv_format = s->kv_type == HSRI_KV_TYPE_F32 ? HSR_KV_F32 : HSR_KV_BF16, .running = s->request.active,
+        .kv_format = HSR_KV_F32 + (int32_t)s->format, .running = s->request.active,
+        .index_kind = HSR_INDEX_NONE + (int32_t)s->index_shape.kind, .profile = s->profile_id, .index_bytes = c->index_bytes,
+        .sparse_rows = s->sparse_rows, .covered = s->sparse_rows ? s->covered : NAN,
+        .covered_mean = s->sparse_rows ? s->covered_sum / (double)s->sparse_rows : NAN, .attended_tokens = s->attended,
     };
 }
 

@@ -16,6 +16,7 @@
 #include "device/device.h"
 #include "kv/cache.h"
 #include "model.h"
+#include "sparse/profile.h"
 
 /* Events a session may hold before it pauses; a step adds at most two. */
 #define HSRI_EVENT_ROOM 4u
@@ -49,7 +50,11 @@ struct hsr_session {
     uint32_t     slot;            /* names the session's own rope table */
     uint32_t     rope_table;
     hsri_cache  *cache;
-    hsri_kv_type kv_type;
+    hsri_kv_type kv_type;         /* of plain pages */
+    hsri_kv_type format;          /* of sealed pages */
+    hsri_index_shape index_shape;
+    const hsri_profile *profile;  /* the engine's */
+    int32_t      profile_id;
     uint64_t     context;
     hsr_session_opts opts;
     atomic_bool  entered;         /* a thread is inside a call on this session */
@@ -60,6 +65,12 @@ struct hsr_session {
     uint64_t n_computed;          /* ids whose KV is in the cache */
     uint64_t target;              /* ids to compute: the session has work while n_computed < target */
     uint64_t sampled_end;         /* one past the last sampled id */
+
+    /* Appends not computed to their end yet: where the first starts, and where each ends. What a prompt's rows attend to depends on
+     * them, not on how steps cut them. */
+    uint64_t  appended_first;
+    uint64_t *appended;
+    size_t    n_appended, appended_cap;
 
     hsri_request request;
     hsr_event    events[HSRI_EVENT_ROOM];
@@ -73,7 +84,11 @@ struct hsr_session {
     uint64_t   n_failures;        /* failures and cancellations: blocked calls compare it */
     bool       cancel;
 
+    hsr_capture capture;          /* n 0: none */
+
     uint64_t prefill_tokens, decode_tokens;
+    uint64_t sparse_rows;
+    double   covered, covered_sum, attended;
     hsr_session_stats published;
 };
 
@@ -102,6 +117,20 @@ typedef struct hsri_step {
     hsri_ref d_rows, d_ids, d_seqs, d_index, d_wanted, d_params, d_sampled, d_flags;
 } hsri_step;
 
+/* How the rows of the step under way attend (spans.c), and the settings and results of sparse ones. */
+typedef struct hsri_spans {
+    hsri_span   *spans;
+    hsri_pick   *picks;
+    uint32_t    *pick_of;
+    hsri_sparse *settings;          /* [2][layers][parts] */
+    float       *covered;           /* [layers][rows][heads] */
+    uint32_t    *attended;          /* [layers][rows][kv heads]: units */
+    uint32_t     n_spans, n_picks;
+    bool         any_sparse, observed;
+    uint32_t     buf;               /* device arena; 0 until a sparse session exists */
+    hsri_ref     d_picks, d_pick_of, d_settings;
+} hsri_spans;
+
 struct hsr_engine {
     hsr_model       *model;
     hsr_engine_opts  opts;
@@ -116,6 +145,14 @@ struct hsr_engine {
     uint32_t         rope_buf;      /* float[2 + max_sessions][rotary_dim / 2]: static or short, long, per session */
     float           *rope_own;      /* host staging of one table */
     hsri_step        step;
+    hsri_spans       spans;
+    hsri_sparse_room room;
+    uint32_t         calibration_buf;
+    hsri_profile   **profiles;      /* by id; 0 is dense */
+    size_t           n_profiles, profiles_cap;
+    hsri_tap        *taps;          /* of the step: one per part that captures queries */
+    uint32_t        *tap_rows;      /* [max_batch] */
+    float          **tap_to;
 
     pthread_mutex_t  lock;
     pthread_cond_t   changed;       /* stepping ended, or events were queued */
@@ -135,6 +172,10 @@ struct hsr_engine {
 hsr_status hsri_engine_create(hsr_model *model, const hsr_engine_opts *opts, hsr_engine **engine, hsr_error *err);
 hsr_status hsri_engine_destroy(hsr_engine *engine, hsr_error *err);
 hsr_status hsri_engine_check_fork(const hsr_engine *engine, hsr_error *err);
+
+/* Profiles, for good. The lock is held through hsri_engine_enter. */
+hsr_status hsri_engine_register(hsr_engine *engine, const hsr_profile *profile, int32_t *id, hsr_error *err);
+hsr_status hsri_engine_profile(const hsr_engine *engine, int32_t id, const hsri_profile **profile, hsr_error *err);
 
 /* Take the lock with no step running, ahead of the next step; hsri_engine_leave publishes statistics and wakes waiters. */
 void hsri_engine_enter(hsr_engine *engine);
@@ -159,6 +200,10 @@ hsr_status hsri_session_create(hsr_engine *engine, const hsr_session_opts *opts,
 void hsri_session_destroy(hsr_session *session);
 hsr_status hsri_session_append(hsr_session *session, const int32_t *ids, uint64_t n, hsr_error *err);
 hsr_status hsri_session_generate(hsr_session *session, const hsr_request *request, hsr_error *err);
+hsr_status hsri_session_set_profile(hsr_session *session, int32_t id, hsr_error *err);
+hsr_status hsri_session_observe(hsr_session *session, int32_t what, int32_t layer, uint64_t first, uint64_t n, float *out, hsr_error *err);
+/* Appends that are computed, or that are not to be, are no longer waited for. */
+void hsri_session_trim_appended(hsr_session *session);
 hsr_status hsri_session_fork(hsr_session *session, hsr_session **fork, hsr_error *err);
 hsr_status hsri_session_truncate(hsr_session *session, uint64_t n, hsr_error *err);
 hsr_status hsri_session_rebuild(hsr_session *session, hsr_error *err);

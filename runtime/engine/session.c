@@ -8,6 +8,7 @@
 
 #include "base/array.h"
 #include "base/status.h"
+#include "engine/spans.h"
 
 /* ---- creation ------------------------------------------------------------------------------------------------- */
 
@@ -16,6 +17,53 @@ static hsri_kv_type kv_type_of(const hsr_engine *e, int32_t kv_format)
     if (kv_format == HSR_KV_AUTO)
         return e->model->hp.weight_dtype == HSRI_DTYPE_F32 ? HSRI_KV_TYPE_F32 : HSRI_KV_TYPE_BF16;
     return kv_format == HSR_KV_F32 ? HSRI_KV_TYPE_F32 : HSRI_KV_TYPE_BF16;
+}
+
+/* Encoded formats start from bf16 pages, or from f32 ones where the model's own type is f32. */
+static hsr_status choose_format(hsr_session *s, hsr_error *err)
+{
+    const hsr_engine *e = s->engine;
+    const int32_t kv_format = s->opts.kv_format;
+    const bool calibrated = e->model->calibration != NULL;
+
+    s->kv_type = kv_type_of(e, kv_format <= HSR_KV_BF16 ? kv_format : HSR_KV_AUTO);
+    s->format = kv_format <= HSR_KV_BF16 ? s->kv_type : (hsri_kv_type)(HSRI_KV_TYPE_INT8 + kv_format - HSR_KV_INT8);
+    if ((s->format == HSRI_KV_TYPE_COMPACT || s->format == HSRI_KV_TYPE_VTQ) && !calibrated)
+        return hsri_fail(err, HSR_E_UNSUPPORTED, "kv_format %s needs the model's calibration, and none was loaded",
+                         s->format == HSRI_KV_TYPE_COMPACT ? "compact" : "vtq");
+    if (hsri_page_bytes(s->format, e->model->hp.head_dim) == 0)
+        return hsri_fail(err, HSR_E_UNSUPPORTED, "kv_format %d does not exist for heads of size %u: they must be multiples of 16", kv_format,
+                         e->model->hp.head_dim);
+    return HSR_OK;
+}
+
+static hsr_status choose_index(hsr_session *s, hsr_error *err)
+{
+    hsr_session_opts *o = &s->opts;
+    const uint32_t d = s->engine->model->hp.head_dim;
+
+    s->index_shape = (hsri_index_shape){ .head_dim = d, .n_4bit = (uint32_t)o->sketch_4bit, .n_2bit = (uint32_t)o->sketch_2bit };
+    s->index_shape.kind = o->index_kind == HSR_INDEX_AUTO ? hsri_profile_index(s->profile) : (hsri_index_kind)(o->index_kind - HSR_INDEX_NONE);
+    if (o->sketch_4bit == 0 && o->sketch_2bit == 0)
+        s->index_shape.n_4bit = (uint32_t)hsri_min(24, d / 8 * 8);
+    if (s->index_shape.kind == HSRI_INDEX_SKETCH && !s->engine->model->calibration)
+        return hsri_fail(err, HSR_E_UNSUPPORTED, "index_kind sketch needs the model's calibration, and none was loaded");
+    if (s->index_shape.kind == HSRI_INDEX_SKETCH && (s->index_shape.n_4bit + s->index_shape.n_2bit > d || s->index_shape.n_4bit + s->index_shape.n_2bit == 0))
+        return hsri_fail(err, HSR_E_INVALID, "sketch_4bit %u and sketch_2bit %u: a sketch has 1 to %u components, the head size", s->index_shape.n_4bit,
+                         s->index_shape.n_2bit, d);
+    if (!hsri_profile_can_read(s->profile, (hsri_index_kind)s->index_shape.kind))
+        return hsri_fail(err, HSR_E_UNSUPPORTED, "the index of the session does not hold what the selector of profile %d reads", s->profile_id);
+    hsri_index_shape_fill(&s->index_shape);
+    return HSR_OK;
+}
+
+/* What is fixed at creation, from opts that were checked one by one. */
+static hsr_status choose(hsr_session *s, hsr_error *err)
+{
+    HSRI_TRY(choose_format(s, err));
+    s->profile_id = s->opts.profile;
+    HSRI_TRY(hsri_engine_profile(s->engine, s->profile_id, &s->profile, err));
+    return choose_index(s, err);
 }
 
 static hsr_status check_context(const hsr_engine *e, hsr_session_opts *o, hsr_error *err)
@@ -56,11 +104,12 @@ static hsr_status new_session(hsr_engine *e, const hsr_session_opts *opts, hsr_s
     s->engine = e;
     s->opts = *opts;
     s->context = (uint64_t)opts->context;
-    s->kv_type = kv_type_of(e, opts->kv_format);
     s->error.struct_size = sizeof s->error;
     atomic_init(&s->entered, false);
     s->slot = e->free_slots[e->n_free_slots - 1];
-    hsr_status st = set_rope(s, err);
+    hsr_status st = choose(s, err);
+    if (st == HSR_OK)
+        st = set_rope(s, err);
     if (st < 0) {
         free(s);
         return st;
@@ -85,8 +134,10 @@ hsr_status hsri_session_create(hsr_engine *e, const hsr_session_opts *opts, hsr_
     HSRI_TRY(check_context(e, &o, err));
     HSRI_TRY(new_session(e, &o, &s, err));
     hsri_cache_opts c = {
-        .type = s->kv_type, .window_pages = (uint32_t)o.window_size / HSRI_PAGE_TOKENS, .sink_pages = (uint32_t)o.sink_size / HSRI_PAGE_TOKENS,
-        .rollback_tokens = (uint64_t)o.rollback_tokens, .lineage = ++e->n_lineages,
+        .type = s->kv_type, .format = s->format, .index = s->index_shape, .window_pages = (uint32_t)o.window_size / HSRI_PAGE_TOKENS, .sink_pages = (uint32_t)o.sink_size / HSRI_PAGE_TOKENS,
+        .chunk_tokens = (uint32_t)hsri_max((uint64_t)e->opts.chunk_tokens, HSRI_PICK_ROWS),
+        /* A request may compute the last token once more. */
+        .rollback_tokens = hsri_max((uint64_t)o.rollback_tokens, 1), .lineage = ++e->n_lineages,
     };
     hsr_status st = hsri_cache_create(e->dev, e->pool, &e->shape, &c, &s->cache, err);
     if (st < 0) {
@@ -124,6 +175,7 @@ void hsri_session_destroy(hsr_session *s)
     e->free_slots[e->n_free_slots++] = s->slot;
     end_request(s);
     hsri_cache_destroy(s->cache);
+    free(s->appended);
     free(s->ids);
     free(s);
 }
@@ -148,11 +200,35 @@ static hsr_status check_ids(const hsr_session *s, const int32_t *ids, uint64_t n
     return HSR_OK;
 }
 
+void hsri_session_trim_appended(hsr_session *s)
+{
+    size_t done = 0, kept = 0;
+    while (done < s->n_appended && s->appended[done] <= s->n_computed)
+        s->appended_first = s->appended[done++];
+    for (size_t i = done; i < s->n_appended && s->n_computed < s->target; i++)
+        if (kept == 0 || s->appended[kept - 1] < s->target)
+            s->appended[kept++] = hsri_min(s->appended[i], s->target);
+    s->n_appended = kept;
+}
+
+/* Positions [n_computed or the last append's end, end) are one append. */
+static hsr_status note_append(hsr_session *s, uint64_t end, hsr_error *err)
+{
+    hsri_session_trim_appended(s);
+    if (!hsri_grow((void **)&s->appended, &s->appended_cap, s->n_appended + 1, sizeof *s->appended))
+        return hsri_fail(err, HSR_E_NOMEM, "no memory for a list of %zu appends", s->n_appended + 1);
+    if (s->n_appended == 0)
+        s->appended_first = s->n_computed;
+    s->appended[s->n_appended++] = end;
+    return HSR_OK;
+}
+
 /* Room for n ids in all, and KV for the first n_kv of them. */
 static hsr_status make_room(hsr_session *s, uint64_t n, uint64_t n_kv, hsr_error *err)
 {
     if (!hsri_grow((void **)&s->ids, &s->ids_cap, n, sizeof *s->ids))
         return hsri_fail(err, HSR_E_NOMEM, "no memory for %llu token ids", (unsigned long long)n);
+    HSRI_TRY(hsri_spans_reserve(s->engine, s->profile, s, n_kv, err));
     return hsri_cache_admit(s->cache, n_kv, err);
 }
 
@@ -164,6 +240,11 @@ hsr_status hsri_session_append(hsr_session *s, const int32_t *ids, uint64_t n, h
                          (unsigned long long)s->n_tokens, (unsigned long long)s->context);
     HSRI_TRY(check_ids(s, ids, n, err));
     HSRI_TRY(make_room(s, s->n_tokens + n, s->n_tokens + n, err));
+    hsr_status st = note_append(s, s->n_tokens + n, err);
+    if (st < 0) {
+        hsri_cache_unadmit(s->cache, s->n_tokens);
+        return st;
+    }
     memcpy(s->ids + s->n_tokens, ids, n * sizeof *ids);
     s->n_tokens += n;
     s->target = s->n_tokens;
@@ -176,6 +257,7 @@ static hsr_status cut_cache(hsr_session *s, uint64_t n, hsr_error *err)
     HSRI_TRY(hsri_cache_truncate(s->cache, n, err));
     s->n_computed = n;
     s->target = n;
+    hsri_session_trim_appended(s);
     return HSR_OK;
 }
 
@@ -191,6 +273,7 @@ hsr_status hsri_session_truncate(hsr_session *s, uint64_t n, hsr_error *err)
         hsri_cache_unadmit(s->cache, n);
     s->n_tokens = n;
     s->target = hsri_min(s->target, n);
+    hsri_session_trim_appended(s);
     s->sampled_end = hsri_min(s->sampled_end, n);
     s->status = HSR_OK;
     return HSR_OK;
@@ -202,8 +285,24 @@ hsr_status hsri_session_rebuild(hsr_session *s, hsr_error *err)
         return hsri_fail(err, HSR_E_STATE, "rebuild: a request is running");
     HSRI_TRY(cut_cache(s, 0, err));
     HSRI_TRY(hsri_cache_admit(s->cache, s->n_tokens, err));
+    if (s->n_tokens > 0)
+        HSRI_TRY(note_append(s, s->n_tokens, err));
     s->target = s->n_tokens;
     s->status = HSR_OK;
+    return HSR_OK;
+}
+
+hsr_status hsri_session_set_profile(hsr_session *s, int32_t id, hsr_error *err)
+{
+    const hsri_profile *p;
+    if (s->request.active)
+        return hsri_fail(err, HSR_E_STATE, "set_profile: a request is running");
+    HSRI_TRY(hsri_engine_profile(s->engine, id, &p, err));
+    if (!hsri_profile_can_read(p, (hsri_index_kind)s->index_shape.kind))
+        return hsri_fail(err, HSR_E_UNSUPPORTED, "the index of the session does not hold what the selector of profile %d reads", id);
+    HSRI_TRY(hsri_spans_reserve(s->engine, p, s, s->n_tokens, err));
+    s->profile = p;
+    s->profile_id = id;
     return HSR_OK;
 }
 
@@ -231,6 +330,8 @@ hsr_status hsri_session_fork(hsr_session *s, hsr_session **out, hsr_error *err)
     f->n_tokens = s->n_tokens;
     f->n_computed = f->target = s->n_computed;
     f->sampled_end = s->sampled_end;
+    f->profile = s->profile;
+    f->profile_id = s->profile_id;
     list_session(f);
     *out = f;
     return HSR_OK;
@@ -248,6 +349,8 @@ static hsr_status in_range(const char *name, double value, double lo, double hi,
 static hsr_status check_lists(const hsr_session *s, const hsr_request *r, hsr_error *err)
 {
     const uint32_t vocab = s->engine->model->hp.vocab_size;
+    if (r->profile < -1)
+        return hsri_fail(err, HSR_E_INVALID, "profile is %d, allowed are -1 and registered ids", r->profile);
     if (r->n_stop > HSRI_MAX_STOP)
         return hsri_fail(err, HSR_E_INVALID, "n_stop is %u, at most %u stop tokens are possible", r->n_stop, HSRI_MAX_STOP);
     if ((r->n_stop && !r->stop) || (r->n_bias && !r->bias))
@@ -324,6 +427,8 @@ hsr_status hsri_session_generate(hsr_session *s, const hsr_request *in, hsr_erro
     HSRI_TRY(check_request(s, in, err));
     if (s->n_tokens == 0)
         return hsri_fail(err, HSR_E_STATE, "generate: the session is empty, append at least one token");
+    if (in->profile >= 0)
+        HSRI_TRY(hsri_session_set_profile(s, in->profile, err));
     if (in->max_tokens > 0 && s->n_tokens == s->context)
         return hsri_fail(err, HSR_E_CONTEXT, "generate: all %llu positions of the context are taken", (unsigned long long)s->context);
 
@@ -382,6 +487,7 @@ static void stop_work(hsr_session *s, hsr_status status)
 {
     s->n_failures++;
     s->target = s->n_computed;
+    hsri_session_trim_appended(s);
     s->logits = NULL;
     if (s->request.active)
         push_event(s, HSR_EVENT_FAILED)->status = status;

@@ -11,6 +11,7 @@
 #include "base/array.h"
 #include "base/clock.h"
 #include "base/status.h"
+#include "engine/spans.h"
 
 /* ---- arrays --------------------------------------------------------------------------------------------------- */
 
@@ -47,6 +48,11 @@ hsr_status hsri_step_create(hsr_engine *e, hsr_error *err)
     t->index   = hsri_new_array(parts, sizeof *t->index);
     t->wanted  = hsri_new_array(rows, sizeof *t->wanted);
     t->flags   = hsri_new_array(rows, sizeof *t->flags);
+    e->taps     = hsri_new_array(parts, sizeof *e->taps);
+    e->tap_rows = hsri_new_array(rows, sizeof *e->tap_rows);
+    e->tap_to   = hsri_new_array(rows, sizeof *e->tap_to);
+    if (!e->taps || !e->tap_rows || !e->tap_to)
+        return hsri_fail(err, HSR_E_NOMEM, "no memory for steps of %llu rows", (unsigned long long)rows);
     if (!t->parts || !t->seqs || !t->params || !t->sampled || !t->rows || !t->ids || !t->index || !t->wanted || !t->flags)
         return hsri_fail(err, HSR_E_NOMEM, "no memory for steps of %llu rows", (unsigned long long)rows);
 
@@ -70,6 +76,9 @@ void hsri_step_destroy(hsr_engine *e)
     free(t->index);
     free(t->wanted);
     free(t->flags);
+    free(e->taps);
+    free(e->tap_rows);
+    free(e->tap_to);
 }
 
 /* ---- planning (lock held) ------------------------------------------------------------------------------------- */
@@ -109,7 +118,7 @@ static uint32_t plan_kind(hsr_engine *e, bool decode, uint32_t *first_left_out)
         if (!can_serve(s) || is_decode(s) != decode)
             continue;
         uint64_t n = hsri_min(s->target - s->n_computed, (uint64_t)e->opts.chunk_tokens);
-        n = hsri_min(n, max_rows - t->n_rows);
+        n = hsri_spans_rows(s, hsri_min(n, hsri_cache_step_limit(s->cache)), max_rows - t->n_rows);
         if (n > 0) {
             add_part(t, s, (uint32_t)n);
             continue;
@@ -155,7 +164,8 @@ static hsr_status prepare_parts(hsr_engine *e)
         p->status = hsri_cache_prepare(s->cache, e->queue, s->n_computed + p->n_rows, &s->error);
         if (p->status < 0)
             return p->status;
-        t->seqs[i] = (hsri_seq){ .table = hsri_cache_table(s->cache), .rope_table = s->rope_table, .kv_type = s->kv_type };
+        hsri_cache_fill_seq(s->cache, &t->seqs[i]);
+        t->seqs[i].rope_table = s->rope_table;
     }
     return HSR_OK;
 }
@@ -240,27 +250,59 @@ static void enqueue_logits(hsr_engine *e, const hsri_forward *f)
     }
 }
 
-static uint32_t highest_position(const hsri_step *t)
+/* Queries of the step's rows that sessions capture. */
+static uint32_t fill_taps(hsr_engine *e)
 {
-    uint32_t max = 0;
-    for (uint32_t i = 0; i < t->n_rows; i++)
-        max = t->rows[i].pos > max ? t->rows[i].pos : max;
-    return max;
+    hsri_step *t = &e->step;
+    const uint64_t width = (uint64_t)e->model->hp.n_heads * e->model->hp.head_dim;
+    uint32_t n_taps = 0, n_rows = 0;
+
+    for (uint32_t i = 0; i < t->n_parts; i++) {
+        const hsr_capture *c = &t->parts[i].session->capture;
+        hsri_tap tap = { (uint32_t)c->layer_first, (uint32_t)c->layer_end, 0, e->tap_rows + n_rows, e->tap_to + n_rows, c->n * width };
+        for (uint32_t row = t->parts[i].first_row; row < t->parts[i].first_row + t->parts[i].n_rows && c->n > 0; row++) {
+            const uint64_t pos = t->rows[row].pos, k = pos < c->first ? c->n : (pos - c->first) / c->stride;
+            if (k >= c->n || (pos - c->first) % c->stride)
+                continue;
+            e->tap_rows[n_rows] = row;
+            e->tap_to[n_rows++] = c->queries + k * width;
+            tap.n++;
+        }
+        if (tap.n > 0)
+            e->taps[n_taps++] = tap;
+    }
+    return n_taps;
+}
+
+/* Does a sequence of the step read queries in the calibrated basis? */
+static bool reads_rotated(const hsr_engine *e)
+{
+    for (uint32_t i = 0; i < e->step.n_parts; i++) {
+        const hsr_session *s = e->step.parts[i].session;
+        if (s->format == HSRI_KV_TYPE_COMPACT || s->format == HSRI_KV_TYPE_VTQ || (e->spans.any_sparse && s->index_shape.kind == HSRI_INDEX_SKETCH))
+            return true;
+    }
+    return false;
 }
 
 static hsr_status compute(hsr_engine *e, hsr_error *err)
 {
     hsri_step *t = &e->step;
+    hsri_spans_build(e);
     hsri_forward f = {
         .dev = e->dev, .queue = e->queue, .arch = e->model->arch, .hp = &e->model->hp, .w = &e->weights, .s = &e->scratch,
         .kv = &e->shape.view, .batch = { t->d_rows, t->d_seqs, t->n_rows, t->n_parts }, .ids = t->d_ids,
-        .rope_tables = { .buf = e->rope_buf }, .max_pos = highest_position(t),
+        .rope_tables = { .buf = e->rope_buf }, .spans = e->spans.spans, .n_spans = e->spans.n_spans, .rotate = reads_rotated(e),
+        .picks = e->spans.d_picks, .pick_of = e->spans.d_pick_of, .room = &e->room, .taps = e->taps, .n_taps = fill_taps(e),
+        .sparse = { e->spans.d_settings, hsri_at(e->spans.d_settings, (uint64_t)e->model->hp.n_layers * t->n_parts * sizeof(hsri_sparse)) },
     };
 
     if (prepare_parts(e) < 0)
         return e->dev->wait(e->queue, err);
     enqueue_inputs(e);
+    hsri_spans_enqueue(e);
     hsri_forward_layers(&f);
+    hsri_spans_collect(e);
     enqueue_sampling(e, &f);
     enqueue_logits(e, &f);
     return e->dev->wait(e->queue, err);
@@ -318,6 +360,7 @@ static void settle_part(hsr_engine *e, hsri_part *p)
     if (!is_decode(s))
         s->prefill_tokens += p->n_rows;
     s->n_computed += p->n_rows;
+    hsri_session_trim_appended(s);
     if (!finite)
         hsri_session_fail(s, HSR_E_NONFINITE);
     else if (p->sample)
@@ -333,6 +376,8 @@ static void settle(hsr_engine *e, hsr_status status, const hsr_error *err, uint6
 
     for (uint32_t i = 0; i < t->n_parts; i++)
         left_out |= t->parts[i].status < 0;
+    if (status == HSR_OK && !left_out)
+        hsri_spans_settle(e);
     for (uint32_t i = 0; i < t->n_parts; i++) {
         hsri_part *p = &t->parts[i];
         if (p->status < 0)

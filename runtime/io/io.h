@@ -31,7 +31,8 @@ typedef struct hsri_io_file hsri_io_file;
 
 typedef enum hsri_io_action {
     HSRI_IO_READ, HSRI_IO_WRITE,             /* one operation: neighbouring requests joined, or the rest after a short one */
-    HSRI_IO_OPEN, HSRI_IO_ALLOCATE, HSRI_IO_PUNCH
+    HSRI_IO_OPEN, HSRI_IO_ALLOCATE, HSRI_IO_PUNCH,
+    HSRI_IO_DIRECT                           /* going past the page cache: an error only makes the file a buffered one */
 } hsri_io_action;
 
 /* What is to go wrong; all zero: nothing. `delay_ms`, `limited` and `corrupt` are for reads and writes only. */
@@ -74,7 +75,7 @@ hsr_status hsri_io_create(const hsri_io_opts *opts, hsri_io **io, hsr_error *err
 
 /* Close every file that is still open, drop what waits and give what is under way wait_ms to end. HSR_E_IO if some of it did
  * not: the io is gone all the same, but the system may still write into the memory of those requests, which must therefore
- * stay mapped and unused. NULL accepted. */
+ * stay mapped and unused; with the thread engine the threads concerned, and so this library, must stay as well. NULL accepted. */
 hsr_status hsri_io_destroy(hsri_io *io, uint64_t wait_ms, hsr_error *err);
 
 /* "io_uring" or "pread". */
@@ -110,6 +111,7 @@ typedef struct hsri_io_request {
     void         *memory;
     uint32_t      bytes;                     /* HSRI_IO_ALIGN to HSRI_IO_MAX_BYTES */
     bool          write;
+    bool          urgent;                    /* starts before all that wait and are not: somebody waits for it */
     uint64_t      tag;                       /* the caller's; comes back in the completion */
 } hsri_io_request;
 
@@ -143,6 +145,9 @@ void hsri_io_wake(hsri_io *io);
 
 /* End requests with this tag that have not started: their completion says HSR_E_CANCELLED. Returns how many. */
 uint32_t hsri_io_cancel(hsri_io *io, uint64_t tag);
+
+/* Make requests with this tag that have not started urgent, since somebody waits for them now. Returns how many. */
+uint32_t hsri_io_hurry(hsri_io *io, uint64_t tag);
 
 /* The text of a completion that failed, naming file, direction and offset, into err; returns its status. */
 hsr_status hsri_io_explain(const hsri_io_done *done, hsr_error *err);

@@ -83,8 +83,8 @@ struct hsri_io_engine {
      * is none (HSRI_IO_FOREVER: until one ends or the engine is woken). May return early. */
     void (*collect)(hsri_io_engine *engine, uint64_t timeout_ns, hsri_link *ended);
     void (*wake)(hsri_io_engine *engine);
-    /* n_stuck ops will never be collected; they and their files are going away. */
-    void (*destroy)(hsri_io_engine *engine, uint32_t n_stuck);
+    /* End, with n_stuck ops not collected, and call hsri_io_release as soon as nothing uses ops and files any more. */
+    void (*destroy)(hsri_io_engine *engine, hsri_io *io, uint32_t n_stuck);
 };
 
 hsr_status hsri_uring_create(const hsri_io *io, hsri_io_engine **engine, hsr_error *err);
@@ -126,10 +126,13 @@ void hsri_io_ask_fault(hsri_io *io, hsri_io_action action, hsri_io_fault *fault)
 /* The errno with which an operation that is no read or write is to fail, 0 for none. */
 int hsri_io_action_error(hsri_io *io, hsri_io_action action);
 
+/* Free the memory and the files that are left, the engine being gone. */
+void hsri_io_release(hsri_io *io);
+
 /* Close the descriptor and forget the file. */
 void hsri_io_file_free(hsri_io_file *file);
 
-/* May this process make files of so many bytes? Asked before growing one, since the kernel's own answer is a signal that kills. */
+/* May this process write so far into a file? Asked each time, since the kernel's own answer is a signal that kills. */
 bool hsri_io_size_allowed(uint64_t bytes);
 
 /* ---- ops (io_ops.c) ---- */

@@ -124,7 +124,9 @@ static void launch(hsri_io *io, hsri_op *op)
             most = (uint32_t)hsri_round_up(op->fault.limit, HSRI_IO_ALIGN);
     }
     fill_iov(op, most);
-    if (op->fault.delay_ms)
+    if (op->write && !hsri_io_size_allowed(op->offset + op->bytes))
+        end_at_once(io, op, -EFBIG);
+    else if (op->fault.delay_ms)
         delay(io, op, op->fault.delay_ms == UINT32_MAX ? UINT64_MAX : hsri_now_ns() + op->fault.delay_ms * UINT64_C(1000000));
     else
         io->engine->start(io->engine, op);
@@ -267,7 +269,9 @@ static void finish(hsri_io *io, hsri_op *op)
     }
     uint32_t came = op->result > 0 ? (uint32_t)op->result : 0;
     /* The rest of a block cannot be asked for directly: it is transferred again. */
-    uint32_t reached = op->file->direct && op->done + came < op->bytes ? (op->done + came) / HSRI_IO_ALIGN * HSRI_IO_ALIGN : op->done + came;
+    uint32_t reached = op->done + came;
+    if (op->file->direct && reached < op->bytes)
+        reached = reached / HSRI_IO_ALIGN * HSRI_IO_ALIGN;
     bool moved = reached > op->done;
     op->done = reached;
     assert(op->done <= op->bytes);

@@ -81,9 +81,14 @@ uint32_t hsri_pool_buf(const hsri_pool *pool)
 
 /* ---- reservations ---- */
 
+uint64_t hsri_pool_available(const hsri_pool *pool)
+{
+    return pool->total - pool->used - pool->reserved;
+}
+
 bool hsri_pool_reserve(hsri_pool *pool, uint64_t n)
 {
-    if (n > pool->total - pool->used - pool->reserved)
+    if (n > hsri_pool_available(pool))
         return false;
     pool->reserved += n;
     return true;

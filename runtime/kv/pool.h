@@ -26,6 +26,7 @@ uint32_t hsri_pool_buf(const hsri_pool *pool);   /* the device buffer of the who
 
 /* Promise n blocks: true if free - reserved >= n. Taking a block consumes one promise of the taker. */
 bool hsri_pool_reserve(hsri_pool *pool, uint64_t n);
+uint64_t hsri_pool_available(const hsri_pool *pool);   /* blocks that can still be promised */
 void hsri_pool_unreserve(hsri_pool *pool, uint64_t n);
 
 /* Take a block against a reservation, lowest free index first, with one reference. HSR_E_NOMEM if the system refuses to commit

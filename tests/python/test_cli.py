@@ -65,9 +65,6 @@ def test_wrong_usage(path) -> None:
     fails("generate", path, "-p", "x", "--ram", "lots", code=2, text="4GiB")
     fails("generate", path, "-p", "x", "--kv", "f8", code=2, text="f8")
     fails("generate", path, "-p", "x", "--raw", "--system", "s", code=2, text="--system")
-    fails("bench", path, "--depths", "64,x", code=2, text="64,x")
-    fails("bench", path, "--depths", "0", code=2)
-    fails("bench", path, "--repeats", "0", code=2, text="--repeats")
 
 
 # ---- generate ---------------------------------------------------------------------------------------------------
@@ -264,20 +261,6 @@ def test_the_largest_context_is_the_largest(path) -> None:
             session.append([5] * n)
         with model.session(context=n + 1000, beyond_trained=True) as session, pytest.raises(hs.NoSpaceError):
             session.append([5] * (n + 64))
-
-
-# ---- bench ------------------------------------------------------------------------------------------------------
-
-
-def test_bench(path, tmp_path) -> None:
-    done = run("bench", path, "--depths", "16,64", "--repeats", 2, "--decode-tokens", 4, "--json", tmp_path / "b.json", "--threads", 1)
-    assert done.returncode == 0 and "1 threads" in done.stderr and done.stdout.count("\n") == 3
-    report = json.loads((tmp_path / "b.json").read_text())
-    assert [row["depth"] for row in report["results"]] == [16, 64] and report["threads"] == 1
-    for row in report["results"]:
-        assert len(row["prefill_runs"]) == 2 and row["decode_tokens_per_second"] > 0 < row["kv_bytes"]
-    assert json.loads(run("bench", path, "--depths", "16", "--repeats", 1, "--json", "-").stdout)["results"][0]["depth"] == 16
-    fails("bench", path, "--depths", "8000", text="8000.*4096")
 
 
 # ---- convert, and what the package tells C programs -------------------------------------------------------------

@@ -158,21 +158,55 @@ static inline void fake_seal(hsri_queue *q, const hsri_kv_view *view, hsri_ref l
     fake_enqueue(q, (fake_op){ .kind = FAKE_SEAL, .src = list, .bytes = n * sizeof(hsri_seal), .view = view });
 }
 
+/* What "encoding" does to a row here: it can be told from the plain row, and undone. */
+#define FAKE_ENCODING 0x5A5A5A5A5A5A5A5Aull
+
+/* What the fake writes as the index entry of a page. */
+typedef struct fake_entry {
+    uint64_t first_row;   /* of the page's plain rows */
+    uint32_t page;
+    uint16_t layer, head;
+} fake_entry;
+
+static inline hsri_ref fake_slot(const hsri_kv_view *view, uint32_t entry, uint64_t slot_bytes)
+{
+    return (hsri_ref){ view->pool_buf, 0, ((uint64_t)(entry >> 8) << 20) + (uint64_t)(entry & 255) * slot_bytes };
+}
+
+/* Rows of a page are 8 bytes each behind the header, whatever the format. */
+static inline bool fake_seal_one(fake_device *fake, const hsri_kv_view *view, const hsri_seal *seal)
+{
+    uint8_t *plain = fake_at(fake, fake_slot(view, seal->entry, view->slot_bytes[seal->kv_type]), HSRI_PAGE_HEADER_BYTES + 512);
+    uint8_t *sealed = fake_at(fake, fake_slot(view, seal->sealed, view->slot_bytes[seal->format]), HSRI_PAGE_HEADER_BYTES + 512);
+    if (!plain || !sealed)
+        return false;
+    CHECK(hsri_kv_is_plain(seal->kv_type) && (plain == sealed) == hsri_kv_is_plain(seal->format));
+    *(hsri_page_header *)sealed = (hsri_page_header){
+        .magic = HSRI_PAGE_MAGIC, .lineage = seal->lineage, .page = seal->page, .layer = seal->layer, .head = seal->head,
+        .format = seal->format, .head_dim = (uint16_t)view->head_dim,
+    };
+    const uint64_t *from = (const uint64_t *)(plain + HSRI_PAGE_HEADER_BYTES);
+    uint64_t *to = (uint64_t *)(sealed + HSRI_PAGE_HEADER_BYTES);
+    for (int i = 0; i < 64 && from != to; i++)
+        to[i] = from[i] ^ FAKE_ENCODING;
+    if (seal->index_shape.per_slab) {
+        hsri_ref slab = fake_slot(view, seal->slab, HSRI_SLAB_BYTES);
+        slab.offset += (uint64_t)seal->page % seal->index_shape.per_slab * seal->index_shape.entry_bytes;
+        fake_entry *entry = fake_at(fake, slab, sizeof *entry);
+        if (!entry)
+            return false;
+        *entry = (fake_entry){ from[0], seal->page, seal->layer, seal->head };
+    }
+    fake->n_seals++;
+    return true;
+}
+
 static inline void fake_run_seal(fake_device *fake, const fake_op *op)
 {
     const hsri_seal *list = fake_at(fake, op->src, op->bytes);
-    for (uint64_t i = 0; list && i < op->bytes / sizeof *list; i++) {
-        hsri_ref slot = { op->view->pool_buf, 0,
-                          ((uint64_t)(list[i].entry >> 8) << 20) + (uint64_t)(list[i].entry & 255) * op->view->slot_bytes[list[i].format] };
-        hsri_page_header *header = fake_at(fake, slot, sizeof *header);
-        if (!header)
+    for (uint64_t i = 0; list && i < op->bytes / sizeof *list; i++)
+        if (!fake_seal_one(fake, op->view, &list[i]))
             return;
-        *header = (hsri_page_header){
-            .magic = HSRI_PAGE_MAGIC, .lineage = list[i].lineage, .page = list[i].page, .layer = list[i].layer, .head = list[i].head,
-            .format = list[i].format, .head_dim = (uint16_t)op->view->head_dim,
-        };
-        fake->n_seals++;
-    }
 }
 
 static inline void fake_run(fake_device *fake, const fake_op *op)

@@ -1,123 +1,227 @@
 # SPDX-License-Identifier: Apache-2.0
-"""bench: prefill and decode speed at several depths."""
+"""bench: prefill and decode speed at several depths, beside other programs and beside what the machine can do."""
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
+import os
 import platform
-import statistics
-import time
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from ..errors import ContextError, HisparseError, InvalidError
+from ..bench import bounds, ceilings, job, plot, programs, report
+from ..bench.job import Options, Point
+from ..bench.programs import MeasureError, Program
+from ..bench.rounds import Limits, Rounds, Samples, failed_entirely
+from ..errors import ContextError, FileMissingError
 from ..model import Model
 from . import common
 
 HELP = "measure prefill and decode speed"
 
+_DEFAULT_DEPTHS = [512, 2048, 8192, 16384, 32768]
+
+
+# ---- options ----------------------------------------------------------------------------------------------------
+
 
 def _depths(text: str) -> list[int]:
-    try:
-        depths = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"{text!r} is not a list of token counts, such as 512,2048") from None
+    depths = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(-?\d+)\s*([Kk]?)\s*", part, re.ASCII)
+        if match is None:
+            raise ValueError(f"{text!r} is not a list of token counts, such as 512,2K")
+        depths.append(int(match[1]) * (1024 if match[2] else 1))
     if min(depths) < 1 or max(depths) >= 1 << 31:
         raise ValueError(f"a depth is from 1 to {(1 << 31) - 1} tokens")
-    return depths
+    return sorted(set(depths))
+
+
+def _peers(text: str) -> list[str]:
+    names = [part.strip() for part in text.split(",")]
+    programs.check_names(names)
+    return names
+
+
+def _peer_python(text: str) -> tuple[str, str]:
+    name, equals, python = text.partition("=")
+    if not equals or not python:
+        raise ValueError(f"{text!r} is not PEER=INTERPRETER, such as openvino=/opt/openvino/bin/python")
+    programs.check_names([name])
+    return name, python
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
-    parser.add_argument("--depths", type=common.checked(_depths), default=[512, 2048], metavar="N,N",
-                        help="tokens already in the session (default: 512,2048)")
+    parser.add_argument("--depths", type=common.checked(_depths), metavar="N,N",
+                        help="tokens already in the session (default: those of 512,2K,8K,16K,32K that the model was trained for)")
     parser.add_argument("--decode-tokens", type=common.whole(2), default=32, metavar="N",
                         help="tokens to decode at each depth, at least 2 (default: %(default)s)")
-    parser.add_argument("--repeats", type=common.whole(1), default=3, metavar="N",
-                        help="runs of each measurement; medians are reported (default: %(default)s)")
+    parser.add_argument("--batch", type=common.whole(2, 1024), metavar="N", help="also decode with N sessions at a time")
     parser.add_argument("--chunk", type=common.whole(1, 4096), default=512, metavar="N",
                         help="prompt tokens per step (default: %(default)s)")
     parser.add_argument("--text", metavar="FILE", help="text to use as the prompt (default: Python's own standard library)")
-    parser.add_argument("--json", metavar="FILE", help="also write the results to FILE; - is standard output")
     parser.add_argument("--beyond-trained", action="store_true", help="allow depths above the length the model was trained for")
+    _add_rounds(parser)
+    _add_peers(parser)
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", metavar="FILE", help="also write the results to FILE; - is standard output")
+    group.add_argument("--plot", metavar="FILE", help="also draw the results, as .svg, .png or .pdf")
     common.add_engine(parser)
+    parser.set_defaults(usage_error=parser.error)
+
+
+def _add_rounds(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("time")
+    group.add_argument("--repeats", type=common.whole(1), default=3, metavar="N",
+                       help="rounds of measurements; medians are reported (default: %(default)s)")
+    group.add_argument("--limit", type=common.real(0, above=True), default=300.0, metavar="SECONDS",
+                       help="leave out a measurement that takes longer (default: %(default)g)")
+    group.add_argument("--budget", type=common.real(0, above=True), metavar="SECONDS",
+                       help="end with what was measured by then (default: none)")
+
+
+def _add_peers(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("other programs", "They run in turn with ours, on the same prompt and with as many threads. One that "
+                                                        "is not installed is left out.")
+    group.add_argument("--peers", type=common.checked(_peers), default=[], metavar="NAME,NAME", help=" or ".join(programs.PEERS))
+    group.add_argument("--peer-model", metavar="GGUF", help="the same weights for the other programs")
+    group.add_argument("--peer-python", type=common.checked(_peer_python), action="append", default=[], metavar="NAME=PATH",
+                       help="interpreter of the environment that has a program (default: this one); may be given several times")
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
 
 
 def run(args: argparse.Namespace) -> int:
-    from ..load import load
+    pythons = _check(args)
+    with _open(args) as model:
+        shape, stats, facts = bounds.shape_of(model), model.stats(), _facts(model, args)
+        depths = _fitting(model, args)
+        ids = job.prompt(model, max(depths) + 1, args.text)
+        source = os.fsdecode(model.file)
+    points = [Point(depth, batch) for depth in depths for batch in (1, args.batch) if batch]
+    options = Options(args.decode_tokens, stats.n_threads, _engine(args), {"beyond_trained": args.beyond_trained})
+    common.say(f"{facts['arch']} {facts['dtype']}, {facts['parameters'] / 1e6:.0f}M parameters; {stats.isa}, {stats.n_threads} threads; "
+               f"median of {args.repeats}; load average {facts['load_average'][0]:.1f}")
+    ours, peers = programs.ours(source), _find_peers(args, pythons)
+    machine = _ceilings(stats.n_threads, bounds.level(stats.isa, shape.dtype))
 
-    if args.json not in (None, "-"):
-        common.check_output(args.json, sources=(args.model,))
+    def measure(program: Program, point: Point, seconds: float | None) -> dict[str, Any]:
+        _show(f"{program.name}, {point} ...")
+        return program.measure(job.make(program.model, ids, point, options), seconds)
 
-    with load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, kv=args.kv, chunk=args.chunk) as model:
-        deepest = max(args.depths) + args.decode_tokens
-        if deepest > model.info.context_length and not args.beyond_trained:
-            raise ContextError(f"depth {max(args.depths)} and {args.decode_tokens} tokens more pass the {model.info.context_length} tokens "
-                               "the model was trained for; --beyond-trained allows it")
-        ids = _prompt(model, max(args.depths), args.text)
-        stats = model.stats()
-        common.say(f"{model.info.arch} {model.info.dtype}, {model.info.n_params / 1e6:.0f}M parameters; "
-                   f"{stats.isa}, {stats.n_threads} threads; median of {args.repeats}")
-        results = [_measure(model, ids[:depth], args) for depth in args.depths]
-    report = {
-        "model": model.path, "arch": model.info.arch, "dtype": model.info.dtype, "parameters": model.info.n_params,
-        "isa": stats.isa, "threads": stats.n_threads, "chunk": args.chunk, "repeats": args.repeats,
-        "decode_tokens": args.decode_tokens, "cpu": _cpu_name(), "results": results,
-    }
-    if args.json == "-":
-        common.write(json.dumps(report, indent=1) + "\n")
-    else:
-        common.write("depth  prefill tok/s  decode tok/s\n" + "".join(
-            f"{row['depth']:<7}{row['prefill_tokens_per_second']:<15.1f}{row['decode_tokens_per_second']:.1f}\n" for row in results))
-        if args.json:
-            with common.output_file(args.json, sources=(args.model,)) as file:
-                file.write(json.dumps(report, indent=1).encode() + b"\n")
+    def after(point: Point, samples: Samples) -> None:
+        n_bytes = report.step_bytes(shape, samples, point, options)
+        if machine is not None and n_bytes is not None:
+            machine.measure(n_bytes)
+
+    samples = Rounds([ours, *peers], points, args.repeats, Limits(args.limit, args.budget), measure, common.say, after).run()
+    reason = failed_entirely(samples)
+    if reason is not None:
+        raise MeasureError(f"nothing was measured: {reason}")
+    found = report.rows(shape, samples, points, [peer.name for peer in peers], options, machine)
+    facts["load_average"].append(_load_average())
+    _write(args, found, {
+        **facts, "version": ours.facts["version"], "isa": stats.isa, "threads": stats.n_threads,
+        "peers": {peer.name: peer.facts for peer in peers}, "peer_model": programs.model_facts(args.peer_model) if peers else None,
+        "ceilings": machine.facts() if machine else None,
+        "skipped": samples.skipped, "rows": found,
+    })
     return 0
 
 
-def _measure(model: Model, ids: npt.NDArray[np.int32], args: argparse.Namespace) -> dict[str, Any]:
-    prefill: list[float] = []
-    decode: list[float] = []
-    for _ in range(args.repeats):
-        with model.session(context=len(ids) + args.decode_tokens, beyond_trained=args.beyond_trained) as session:
-            session.append(ids)
-            began = time.perf_counter()
-            session.prefill()
-            prefill.append(len(ids) / (time.perf_counter() - began))
-            result = session.generate(max_tokens=args.decode_tokens, ignore_eos=True, return_details=True)
-            decode.append((len(result.tokens) - 1) / result.decode_seconds)
-            kv_format, kv_bytes = session.stats().kv_format, result.kv_bytes
+def _show(text: str) -> None:
+    """What is going on, until the next line takes its place. Only where a person can see it."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(text, end="\r", file=sys.stderr, flush=True)
+
+
+def _check(args: argparse.Namespace) -> dict[str, str]:
+    """What can be wrong is told before a model is opened, or converted. Returns the interpreters of peers."""
+    pythons = dict(args.peer_python)
+    if args.peers and args.peer_model is None:
+        args.usage_error("--peers needs --peer-model: a GGUF file of the same weights")
+    for name, python in pythons.items():
+        if name not in args.peers:
+            args.usage_error(f"--peer-python names {name}, which --peers does not")
+        programs.check_python(python)
+    if args.peer_model is not None and not os.path.isfile(args.peer_model):
+        raise FileMissingError(f"{args.peer_model}: no such file", sys_code=2)
+    if args.plot is not None:
+        plot.check(args.plot)
+    for name in (args.json, args.plot):
+        if name not in (None, "-"):
+            common.check_output(name, sources=_sources(args))
+    return pythons
+
+
+def _sources(args: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(name for name in (args.model, args.peer_model, args.text) if name is not None)
+
+
+def _engine(args: argparse.Namespace) -> dict[str, Any]:
+    """Those options that are options of `load`, for the processes that measure; but for threads, of which all programs get as many."""
+    from ..load import load
+
+    known = inspect.signature(load).parameters
+    return {name: value for name, value in vars(args).items() if name in known and name != "threads"}
+
+
+def _open(args: argparse.Namespace) -> Model:
+    from ..load import load
+
+    return load(args.model, threads=args.threads, **_engine(args))
+
+
+def _fitting(model: Model, args: argparse.Namespace) -> list[int]:
+    """The depths asked for; ContextError if one passes the trained length. Of the default ones, those that do not."""
+    trained = model.info.context_length
+    depths: list[int] = args.depths or _DEFAULT_DEPTHS
+    if args.beyond_trained or max(depths) + args.decode_tokens <= trained:
+        return depths
+    if args.depths:
+        raise ContextError(f"depth {max(depths)} and {args.decode_tokens} tokens more pass the {trained} tokens the model was trained for; "
+                           "--beyond-trained allows it")
+    fitting = [depth for depth in depths if depth + args.decode_tokens <= trained]
+    if not fitting:
+        raise ContextError(f"the model was trained for {trained} tokens: give --depths below that, or --beyond-trained")
+    common.say(f"depths above {max(fitting)} are left out: the model was trained for {trained} tokens (--beyond-trained)")
+    return fitting
+
+
+def _find_peers(args: argparse.Namespace, pythons: dict[str, str]) -> list[Program]:
+    found = []
+    for name in args.peers:
+        try:
+            found.append(programs.peer(name, os.path.abspath(args.peer_model), pythons.get(name)))
+        except MeasureError as error:
+            common.say(f"{name} is left out: {error}")
+    return found
+
+
+def _ceilings(threads: int, level: str) -> ceilings.Ceilings | None:
+    program = ceilings.find()
+    if program is None:
+        common.say("bounds are left out: this installation has no program to measure the machine")
+        return None
+    return ceilings.Ceilings(program, threads, level)
+
+
+def _facts(model: Model, args: argparse.Namespace) -> dict[str, Any]:
+    info = model.info
     return {
-        "depth": len(ids), "prefill_tokens_per_second": statistics.median(prefill), "decode_tokens_per_second": statistics.median(decode),
-        "prefill_runs": prefill, "decode_runs": decode, "kv_format": kv_format, "kv_bytes": kv_bytes,
+        "model": model.path, "name": model.metadata("general.name") or Path(model.path).stem, "arch": info.arch, "dtype": info.dtype,
+        "parameters": info.n_params, "options": _engine(args), "repeats": args.repeats, "decode_tokens": args.decode_tokens,
+        "cpu": _cpu_name(), "load_average": [_load_average()],
     }
 
 
-def _prompt(model: Model, n: int, name: str | None) -> npt.NDArray[np.int32]:
-    """n ids of real text: speed must not profit from a prompt no model would see."""
-    try:
-        text = Path(name).read_text("utf-8") if name is not None else _library_text(n)
-    except UnicodeDecodeError as error:
-        raise InvalidError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
-    try:
-        ids = model.encode(text)
-    except HisparseError as error:
-        raise InvalidError(f"bench needs the model's tokenizer: {error}") from error
-    if not ids.size:
-        raise InvalidError(f"{name}: the text is empty")
-    return np.resize(ids, n)
-
-
-def _library_text(n: int) -> str:
-    folder, text = Path(argparse.__file__).parent, ""
-    for path in sorted(folder.glob("*.py")):
-        text += path.read_text("utf-8", "replace")
-        if len(text) > 8 * n:  # a token is rarely longer
-            break
-    return text
+def _load_average() -> float:
+    return round(os.getloadavg()[0], 2)
 
 
 def _cpu_name() -> str:
@@ -127,3 +231,14 @@ def _cpu_name() -> str:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.processor() or platform.machine())
+
+
+def _write(args: argparse.Namespace, found: list[report.Row], everything: dict[str, Any]) -> None:
+    text = json.dumps(everything, indent=1) + "\n"
+    common.write(text if args.json == "-" else report.table(found, {name: facts["kv"] for name, facts in everything["peers"].items()}))
+    if args.json not in (None, "-"):
+        with common.output_file(args.json, sources=_sources(args)) as file:
+            file.write(text.encode())
+    if args.plot is not None:
+        with common.output_file(args.plot, sources=_sources(args)) as file:
+            plot.draw(everything, args.plot, file)

@@ -77,6 +77,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
                        help="budget of the key-value memory, such as 4GiB (default: half of the memory available)")
     group.add_argument("--kv", choices=KV_FORMATS, default="auto",
                        help="key-value format; auto is f32 for f32 models, else bf16 (default: auto)")
+    group.add_argument("--profile", default="exact", metavar="NAME|FILE",
+                       help="how to attend: a preset (exact, balanced, fast, long-document, chat, classic) or a JSON file of settings "
+                            "(default: exact, which is dense)")
+    group.add_argument("--calibration", metavar="FILE", help="calibration of the model (default: MODEL with the ending .hsrcal, if there is one)")
 
 
 def add_context(parser: argparse.ArgumentParser, default: str) -> None:
@@ -118,7 +122,7 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def open_model(args: argparse.Namespace) -> Model:
-    return load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, kv=args.kv)
+    return load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, kv=args.kv, profile=args.profile, calibration=args.calibration)
 
 
 def say(text: str) -> None:

@@ -24,6 +24,10 @@ typedef struct hsri_cpu_buffer {
 /* Room for at least one row of any model. */
 #define HSRI_CPU_PREPARED_BYTES (4u << 20)
 
+/* Floats of a worker's scratch: the kernels' part; two pages put together from units; partials of a call. Encoding a page takes less. */
+#define HSRI_CPU_GATHER_SCRATCH (2u * (2u * HSRI_PAGE_TOKENS * HSRI_ATTEND_MAX_HEAD_DIM + HSRI_PAGE_HEADER_BYTES / 4u))
+#define HSRI_CPU_SCRATCH (HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH + HSRI_ATTEND_MAX_QUERIES * (HSRI_ATTEND_MAX_HEAD_DIM + 2u))
+
 /* Entries never move, so that looking up a live id needs no lock while others are added: chunk c holds
  * HSRI_CPU_FIRST_CHUNK << c entries. */
 #define HSRI_CPU_FIRST_CHUNK 64u
@@ -38,7 +42,7 @@ typedef struct hsri_cpu_device {
     hsri_cpu_buffer *chunks[HSRI_CPU_N_CHUNKS];
     uint32_t         n_ids;         /* ids ever given: 1..n_ids */
     uint32_t         unused;        /* first freed id, 0: none */
-    float           *scratch;       /* HSRI_ATTEND_SCRATCH floats per thread */
+    float           *scratch;       /* HSRI_CPU_SCRATCH floats per thread */
     uint32_t         prepared;      /* buffer of HSRI_CPU_PREPARED_BYTES for inputs of linear, if the level prepares them */
     /* Of the sampler; both grow at the first call of a size and stay. */
     hsri_sample_work *sample_work;  /* one per thread */
@@ -74,6 +78,22 @@ static inline void *hsri_cpu_at(const hsri_cpu_device *dev, hsri_ref r, uint64_t
 }
 
 static inline float *hsri_cpu_floats(const hsri_cpu_device *dev, hsri_ref r, uint64_t n) { return hsri_cpu_at(dev, r, n * sizeof(float)); }
+
+/* Compute items [first, end) on thread `worker`. */
+typedef void (*hsri_cpu_run_fn)(const void *job, uint64_t first, uint64_t end, uint32_t worker);
+
+/* Run all items, which take one thread about cost_ns together, on as many threads as that pays for (ops.c). */
+void hsri_cpu_run_items(hsri_cpu_device *dev, uint64_t n_items, uint64_t cost_ns, hsri_cpu_run_fn fn, const void *job);
+
+/* The operations of attention and merging (attend.c), and of sealing (pages.c). */
+void hsri_cpu_attend_fill(hsri_ops *ops);
+void hsri_cpu_pages_fill(hsri_ops *ops);
+/* Rotating and choosing (sparse.c), and the index's part of sealing: the entry of a page k[64][d], v[64][d], into its slab. scratch:
+ * hsri_index_scratch(d) floats. */
+void hsri_cpu_sparse_fill(hsri_ops *ops);
+void hsri_cpu_index_page(const hsri_cpu_device *dev, const hsri_kv_view *kv, const hsri_seal *seal, const float *k, const float *v, float *scratch);
+
+static inline float *hsri_cpu_scratch(const hsri_cpu_device *dev, uint32_t worker) { return dev->scratch + (uint64_t)worker * HSRI_CPU_SCRATCH; }
 
 /* The table of simple operations, and the scratch of one of them (ops.c). */
 void hsri_cpu_ops_fill(hsri_ops *ops);

@@ -271,7 +271,7 @@ static void table_fill(hsri_device *dev)
 static hsr_status create_parts(hsri_cpu_device *cpu, int32_t n_threads, hsr_error *err)
 {
     HSRI_TRY(hsri_threads_create(n_threads, &cpu->threads, err));
-    cpu->scratch = hsri_new_aligned((size_t)n_threads * HSRI_ATTEND_SCRATCH, sizeof *cpu->scratch);
+    cpu->scratch = hsri_new_aligned((size_t)n_threads * HSRI_CPU_SCRATCH, sizeof *cpu->scratch);
     cpu->sample_work = hsri_new_array((size_t)n_threads, sizeof *cpu->sample_work);
     if (!cpu->scratch || !cpu->sample_work)
         return hsri_fail(err, HSR_E_NOMEM, "no memory for the scratch of %d compute threads", (int)n_threads);

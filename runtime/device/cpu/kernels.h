@@ -10,6 +10,8 @@
 
 #include <stdint.h>
 
+#include "device/cpu/page_kernels.h"
+#include "device/cpu/sparse_kernels.h"
 #include "device/device.h"
 
 /* A packed matrix in memory. tail: scales (q8), scales and minimums (q4), else NULL. */
@@ -63,6 +65,8 @@ typedef struct hsri_kernels {
     void (*merge)(float *acc, const float *part, uint32_t head_dim);
     /* 1 if any of n floats is NaN or infinite */
     uint32_t (*nonfinite)(const float *x, uint64_t n);
+    hsri_page_kernels page;
+    hsri_sparse_kernels sparse;
 } hsri_kernels;
 
 /* Fill the table for a level: reference first, then every level up to isa. isa must be at or below hsri_cpu_isa(), and AMX only

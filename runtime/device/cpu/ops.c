@@ -6,6 +6,7 @@
  * on each other. A parallel loop costs about two microseconds, so operations estimate their time and small ones stay on the
  * calling thread. */
 #include "device/cpu/backend.h"
+#include "device/cpu/pages.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -14,7 +15,6 @@
 #include "base/array.h"
 #include "base/status.h"
 
-#define GROUP_PAGES (HSRI_GROUP_TOKENS / HSRI_PAGE_TOKENS)
 #define CHUNK 4096u                    /* elements of an item of an elementwise operation */
 
 /* Estimates for one thread. */
@@ -42,11 +42,8 @@ static void queue_fail(hsri_queue *q, const char *what)
 
 /* ---- cutting work ---- */
 
-/* Compute items [first, end) on thread `worker`. */
-typedef void (*run_fn)(const void *job, uint64_t first, uint64_t end, uint32_t worker);
-
 typedef struct split {
-    run_fn      fn;
+    hsri_cpu_run_fn fn;
     const void *job;
     uint64_t    n_items, per_task;
 } split;
@@ -66,8 +63,7 @@ static uint64_t items_per_task(const hsri_cpu_device *dev, uint64_t n_items, uin
     return hsri_max(hsri_div_up(n_items, hsri_min(cost_ns / TASK_NS + 1, most)), 1);
 }
 
-/* Run all items, which take cost_ns together. */
-static void run_items(hsri_cpu_device *dev, uint64_t n_items, uint64_t cost_ns, run_fn fn, const void *job)
+void hsri_cpu_run_items(hsri_cpu_device *dev, uint64_t n_items, uint64_t cost_ns, hsri_cpu_run_fn fn, const void *job)
 {
     split s = { fn, job, n_items, items_per_task(dev, n_items, cost_ns) };
 
@@ -111,7 +107,7 @@ static void cpu_embed(hsri_queue *q, const hsri_matrix *table, hsri_ref ids, uin
     embed_job        job = { &dev->kernels, packed_of(dev, table), table->dtype, hsri_cpu_at(dev, ids, n_ids * sizeof(int32_t)),
                              hsri_cpu_floats(dev, out, (uint64_t)n_ids * table->k) };
 
-    run_items(dev, n_ids, (uint64_t)n_ids * table->k, embed_run, &job);
+    hsri_cpu_run_items(dev, n_ids, (uint64_t)n_ids * table->k, embed_run, &job);
 }
 
 typedef struct gather_job {
@@ -136,7 +132,7 @@ static void cpu_gather_rows(hsri_queue *q, hsri_ref in, uint32_t width, hsri_ref
     gather_job       job = { hsri_cpu_floats(dev, in, 0), hsri_cpu_at(dev, index, n * sizeof(uint32_t)),
                              hsri_cpu_floats(dev, out, (uint64_t)n * width), width };
 
-    run_items(dev, n, (uint64_t)n * width / 4, gather_run, &job);
+    hsri_cpu_run_items(dev, n, (uint64_t)n * width / 4, gather_run, &job);
 }
 
 /* ---- rotary table ---- */
@@ -185,7 +181,7 @@ static void cpu_rope_table(hsri_queue *q, const hsri_batch *batch, hsri_ref inv_
     rope_table_job   job = { rows_of(dev, batch), seqs_of(dev, batch), hsri_cpu_floats(dev, inv_freq, rotary_dim / 2),
                              hsri_cpu_floats(dev, out, (uint64_t)batch->n_rows * rotary_dim), rotary_dim / 2, attention_factor };
 
-    run_items(dev, batch->n_rows, (uint64_t)batch->n_rows * rotary_dim * 20, rope_table_run, &job);
+    hsri_cpu_run_items(dev, batch->n_rows, (uint64_t)batch->n_rows * rotary_dim * 20, rope_table_run, &job);
 }
 
 /* ---- norm and elementwise operations ---- */
@@ -215,7 +211,7 @@ static void cpu_rms_norm(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, u
     rows_job         job = { .kernels = &dev->kernels, .in = hsri_cpu_floats(dev, in, n), .gain = hsri_cpu_floats(dev, gain, width),
                              .out = hsri_cpu_floats(dev, out, n), .n = width, .eps = eps };
 
-    run_items(dev, n_rows, n / 2, rms_norm_run, &job);
+    hsri_cpu_run_items(dev, n_rows, n / 2, rms_norm_run, &job);
 }
 
 static void add_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
@@ -233,7 +229,7 @@ static void cpu_add(hsri_queue *q, hsri_ref x, hsri_ref y, uint32_t n_rows, uint
     uint64_t         all = (uint64_t)n_rows * n;
     rows_job         job = { .kernels = &dev->kernels, .in = hsri_cpu_floats(dev, y, all), .out = hsri_cpu_floats(dev, x, all), .n = all };
 
-    run_items(dev, hsri_div_up(all, CHUNK), all / 4, add_run, &job);
+    hsri_cpu_run_items(dev, hsri_div_up(all, CHUNK), all / 4, add_run, &job);
 }
 
 /* An item is a chunk of a row; chunks begin at panels. */
@@ -257,7 +253,7 @@ static void cpu_silu_mul(hsri_queue *q, hsri_ref in, uint32_t n_rows, uint32_t n
     rows_job         job = { .kernels = &dev->kernels, .in = hsri_cpu_floats(dev, in, n_rows * stride),
                              .out = hsri_cpu_floats(dev, out, all), .n = n, .in_stride = stride, .n_chunks = hsri_div_up(n, CHUNK) };
 
-    run_items(dev, n_rows * job.n_chunks, all * 2, silu_mul_run, &job);
+    hsri_cpu_run_items(dev, n_rows * job.n_chunks, all * 2, silu_mul_run, &job);
 }
 
 static void check_finite_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
@@ -276,7 +272,7 @@ static void cpu_check_finite(hsri_queue *q, hsri_ref in, uint32_t n_rows, uint32
     rows_job         job = { .kernels = &dev->kernels, .in = hsri_cpu_floats(dev, in, all),
                              .out = hsri_cpu_at(dev, flags, n_rows * sizeof(uint32_t)), .n = n };
 
-    run_items(dev, n_rows, all / 8, check_finite_run, &job);
+    hsri_cpu_run_items(dev, n_rows, all / 8, check_finite_run, &job);
 }
 
 /* ---- linear ---- */
@@ -335,7 +331,7 @@ static void linear_all(hsri_cpu_device *dev, linear_job *job, hsri_dtype dtype, 
     job->item_rows = (uint32_t)hsri_round_up(hsri_div_up(job->n_rows, job->n_row_blocks), 16);
     job->n_row_blocks = (uint32_t)hsri_div_up(job->n_rows, job->item_rows);
     job->item_panels = (uint32_t)hsri_min(items_per_task(dev, job->n_panels, cost / job->n_row_blocks), cached_panels);
-    run_items(dev, hsri_div_up(job->n_panels, job->item_panels) * job->n_row_blocks, cost, linear_run, job);
+    hsri_cpu_run_items(dev, hsri_div_up(job->n_panels, job->item_panels) * job->n_row_blocks, cost, linear_run, job);
 }
 
 /* A level that prepares inputs does so once for all panels, for as many rows at a time as there is room for. */
@@ -350,7 +346,7 @@ static void linear_prepared(hsri_cpu_device *dev, linear_job job, hsri_dtype dty
     job.in_stride = stride;
     for (uint32_t row = 0; row < n_rows; row += job.n_rows) {
         job.n_rows = (uint32_t)hsri_min(room, n_rows - row);
-        run_items(dev, job.n_rows, (uint64_t)job.n_rows * job.w.k / 8, prepare_run, &prepare);
+        hsri_cpu_run_items(dev, job.n_rows, (uint64_t)job.n_rows * job.w.k / 8, prepare_run, &prepare);
         linear_all(dev, &job, dtype, PREPARED_MACS_PER_NS);
         prepare.in += (uint64_t)job.n_rows * job.w.k;
         job.out += (uint64_t)job.n_rows * job.w.n;
@@ -372,30 +368,6 @@ static void cpu_linear(hsri_queue *q, const hsri_matrix *w, hsri_ref bias, hsri_
     else
         linear_all(dev, &job, w->dtype, MACS_PER_NS);
 }
-
-/* ---- pages ---- */
-
-/* Where the page slots of one layer and kv head of a sequence are. */
-typedef struct page_table {
-    uint8_t        *pool;
-    const uint32_t *entries;     /* of page 0 */
-    uint64_t        stride;      /* entries between pages */
-    uint32_t        slot_bytes;
-} page_table;
-
-static page_table pages_of(const hsri_cpu_device *dev, const hsri_kv_view *kv, const hsri_seq *seq, uint32_t layer, uint32_t head)
-{
-    return (page_table){ hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0),
-                         (const uint32_t *)hsri_cpu_at(dev, seq->table, 0) + (uint64_t)layer * kv->n_kv_heads + head,
-                         (uint64_t)kv->n_layers * kv->n_kv_heads, kv->slot_bytes[seq->kv_type] };
-}
-
-static uint8_t *slot_at(uint8_t *pool, uint32_t entry, uint32_t slot_bytes)
-{
-    return pool + (uint64_t)(entry >> 8) * HSRI_BLOCK_BYTES + (uint64_t)(entry & 0xFF) * slot_bytes;
-}
-
-static uint8_t *page_at(const page_table *t, uint32_t page) { return slot_at(t->pool, t->entries[page * t->stride], t->slot_bytes); }
 
 /* ---- rope and append ---- */
 
@@ -446,17 +418,17 @@ static void append_row(const append_job *job, uint32_t row, float *key)
     for (uint32_t h = 0; h < job->n_heads; h++)
         norm_rope(job, q + h * d, job->q_norm, cos_sin, job->q_out + ((uint64_t)row * job->n_heads + h) * d);
     for (uint32_t h = 0; h < n_kv; h++) {
-        page_table pages = pages_of(job->dev, job->kv, seq, job->layer, h);
+        hsri_page_table pages = hsri_plain_pages(job->dev, job->kv, seq, job->layer, h);
 
         norm_rope(job, k + h * d, job->k_norm, cos_sin, key);
-        job->dev->kernels.page_put[seq->kv_type](page_at(&pages, pos / HSRI_PAGE_TOKENS), d, pos % HSRI_PAGE_TOKENS, key, v + h * d);
+        job->dev->kernels.page_put[seq->kv_type](hsri_page_at(&pages, pos / HSRI_PAGE_TOKENS), d, pos % HSRI_PAGE_TOKENS, key, v + h * d);
     }
 }
 
 static void append_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
     const append_job *job = arg;
-    float            *key = job->dev->scratch + (uint64_t)worker * HSRI_ATTEND_SCRATCH;
+    float            *key = hsri_cpu_scratch(job->dev, worker);
     uint32_t          row_end = append_row0(job, end);
 
     for (uint32_t row = append_row0(job, first); row < row_end; row++)
@@ -475,169 +447,7 @@ static void cpu_rope_append(hsri_queue *q, const hsri_batch *batch, const hsri_k
                              batch->n_rows, layer, n_heads, rope->rotary_dim, eps };
 
     assert(kv->head_dim <= HSRI_ATTEND_SCRATCH);
-    run_items(dev, hsri_div_up(n, APPEND_TOKENS), n * width, append_run, &job);
-}
-
-static void cpu_seal(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n)
-{
-    hsri_cpu_device *dev = cpu_of(q);
-    const hsri_seal *seals = hsri_cpu_at(dev, list, n * sizeof *seals);
-    uint8_t         *pool = hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0);
-
-    for (uint32_t i = 0; i < n; i++) {
-        hsri_page_header header = { .magic = HSRI_PAGE_MAGIC, .lineage = seals[i].lineage, .page = seals[i].page, .layer = seals[i].layer,
-                               .head = seals[i].head, .format = seals[i].format, .head_dim = (uint16_t)kv->head_dim };
-
-        memcpy(slot_at(pool, seals[i].entry, kv->slot_bytes[seals[i].format]), &header, sizeof header);
-    }
-}
-
-/* ---- attention ---- */
-
-/* An item is (group, kv head, tile of rows); the tiles that read the same pages are neighbours. A kernel call takes rows of one
- * sequence times the query heads of the kv head, so a tile that holds several sequences makes several calls. */
-typedef struct attend_job {
-    const hsri_cpu_device *dev;
-    const hsri_row     *rows;
-    const hsri_seq     *seqs;
-    const hsri_kv_view *kv;
-    const float        *queries;
-    float              *part;
-    uint32_t            n_rows, layer, n_heads, g0, n_groups;
-    uint32_t            heads_per_kv, tile_rows, n_tiles;
-    float               scale;
-} attend_job;
-
-/* How many tokens of group g a query at `pos` sees. */
-static uint32_t visible_tokens(uint32_t pos, uint32_t g)
-{
-    uint64_t first = (uint64_t)g * HSRI_GROUP_TOKENS;
-
-    return pos < first ? 0 : (uint32_t)hsri_min(pos + 1 - first, HSRI_GROUP_TOKENS);
-}
-
-/* Rows [row, row_end) of one sequence, query heads [head, head_end) of kv head `kv_head`, group g. */
-static void attend_queries(const attend_job *job, uint32_t row, uint32_t row_end, uint32_t head, uint32_t head_end, uint32_t kv_head,
-                           uint32_t g, float *scratch)
-{
-    const hsri_seq *seq = &job->seqs[job->rows[row].seq];
-    const uint8_t  *pages[GROUP_PAGES];
-    const float    *queries[HSRI_ATTEND_MAX_QUERIES];
-    float          *partials[HSRI_ATTEND_MAX_QUERIES];
-    uint32_t        visible[HSRI_ATTEND_MAX_QUERIES], most = visible_tokens(job->rows[row_end - 1].pos, g);
-    uint32_t        d = job->kv->head_dim, n = 0, n_pages = (most + HSRI_PAGE_TOKENS - 1) / HSRI_PAGE_TOKENS;
-    page_table      table = pages_of(job->dev, job->kv, seq, job->layer, kv_head);
-
-    for (uint32_t r = row; r < row_end; r++) {
-        for (uint32_t h = head; h < head_end; h++, n++) {
-            uint64_t at = (uint64_t)r * job->n_heads + h;
-
-            queries[n] = job->queries + at * d;
-            visible[n] = visible_tokens(job->rows[r].pos, g);
-            partials[n] = job->part + (at * job->n_groups + g - job->g0) * (2 + d);
-            assert(visible[n] <= most);
-        }
-    }
-    for (uint32_t p = 0; p < n_pages; p++)
-        pages[p] = page_at(&table, g * GROUP_PAGES + p);
-    job->dev->kernels.attend[seq->kv_type](&(hsri_attend_args){ pages, n_pages, d, job->scale, n, queries, visible, partials, scratch });
-}
-
-static void attend_tile(const attend_job *job, uint32_t tile, uint32_t kv_head, uint32_t g, float *scratch)
-{
-    uint32_t row = tile * job->tile_rows, tile_end = (uint32_t)hsri_min(row + job->tile_rows, job->n_rows), row_end;
-    uint32_t head0 = kv_head * job->heads_per_kv, head1 = head0 + job->heads_per_kv;
-
-    for (; row < tile_end; row = row_end) {
-        for (row_end = row + 1; row_end < tile_end && job->rows[row_end].seq == job->rows[row].seq;)
-            row_end++;
-        for (uint32_t h = head0; h < head1; h += HSRI_ATTEND_MAX_QUERIES)
-            attend_queries(job, row, row_end, h, (uint32_t)hsri_min(h + HSRI_ATTEND_MAX_QUERIES, head1), kv_head, g, scratch);
-    }
-}
-
-static void attend_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
-{
-    const attend_job *job = arg;
-    float            *scratch = job->dev->scratch + (uint64_t)worker * HSRI_ATTEND_SCRATCH;
-
-    for (uint64_t i = first; i < end; i++) {
-        uint64_t pair = i / job->n_tiles;
-
-        attend_tile(job, (uint32_t)(i % job->n_tiles), (uint32_t)(pair % job->kv->n_kv_heads),
-                    job->g0 + (uint32_t)(pair / job->kv->n_kv_heads), scratch);
-    }
-}
-
-static uint64_t attend_cost(const attend_job *job)
-{
-    uint64_t pairs = 0;
-
-    for (uint32_t row = 0; row < job->n_rows; row++)
-        for (uint32_t g = job->g0; g < job->g0 + job->n_groups; g++)
-            pairs += visible_tokens(job->rows[row].pos, g);
-    return pairs * job->n_heads * job->kv->head_dim * 2 / MACS_PER_NS;
-}
-
-static void cpu_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
-                       hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
-{
-    hsri_cpu_device *dev = cpu_of(q);
-    uint64_t         n = (uint64_t)batch->n_rows * n_heads;
-    attend_job       job = { .dev = dev, .rows = rows_of(dev, batch), .seqs = seqs_of(dev, batch), .kv = kv, .scale = scale,
-                             .queries = hsri_cpu_floats(dev, queries, n * kv->head_dim),
-                             .part = hsri_cpu_floats(dev, part, n * (g1 - g0) * (2 + kv->head_dim)),
-                             .n_rows = batch->n_rows, .layer = layer, .n_heads = n_heads, .g0 = g0, .n_groups = g1 - g0,
-                             .heads_per_kv = n_heads / kv->n_kv_heads };
-
-    (void)rotated;
-    if (batch->n_rows == 0)
-        return;
-    /* As many rows as fit a call, but no more than sequences have on average: single rows of many sequences are items of their own. */
-    job.tile_rows = (uint32_t)hsri_max(hsri_min(HSRI_ATTEND_MAX_QUERIES / job.heads_per_kv, batch->n_rows / hsri_max(batch->n_seqs, 1)), 1);
-    job.n_tiles = (uint32_t)hsri_div_up(batch->n_rows, job.tile_rows);
-    run_items(dev, (uint64_t)job.n_groups * kv->n_kv_heads * job.n_tiles, attend_cost(&job), attend_run, &job);
-}
-
-typedef struct merge_job {
-    const hsri_kernels *kernels;
-    const float *part;
-    float       *acc, *out;
-    uint32_t     head_dim, n_groups;
-    int          first;
-} merge_job;
-
-/* An item is one (row, head). A row that saw nothing has l = 0, and its NaN shows in the logits: it must not pass for a result. */
-static void merge_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
-{
-    const merge_job *job = arg;
-    uint32_t         d = job->head_dim;
-
-    (void)worker;
-    for (uint64_t i = first; i < end; i++) {
-        float *acc = job->acc + i * (2 + d);
-
-        if (job->first) {
-            memset(acc, 0, (2 + d) * sizeof *acc);
-            acc[0] = -INFINITY;
-        }
-        for (uint32_t g = 0; g < job->n_groups; g++)
-            job->kernels->merge(acc, job->part + (i * job->n_groups + g) * (2 + d), d);
-        for (uint32_t j = 0; job->out && j < d; j++)
-            job->out[i * d + j] = acc[2 + j] / acc[1];
-    }
-}
-
-static void cpu_merge(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups, int first,
-                      hsri_ref acc, hsri_ref out)
-{
-    hsri_cpu_device *dev = cpu_of(q);
-    uint64_t         n = (uint64_t)n_rows * n_heads;
-    merge_job        job = { &dev->kernels, hsri_cpu_floats(dev, part, n * n_groups * (2 + head_dim)),
-                             hsri_cpu_floats(dev, acc, n * (2 + head_dim)), hsri_cpu_floats(dev, out, n * head_dim), head_dim, n_groups,
-                             first };
-
-    run_items(dev, n, n * head_dim * (n_groups + 1) / 2, merge_run, &job);
+    hsri_cpu_run_items(dev, hsri_div_up(n, APPEND_TOKENS), n * width, append_run, &job);
 }
 
 /* ---- sampling ---- */
@@ -706,9 +516,9 @@ static void cpu_sample(hsri_queue *q, hsri_ref logits, uint32_t n_rows, uint32_t
         queue_fail(q, "the sampler's scratch");
         return;
     }
-    run_items(dev, n_parts, n * 8, sample_scan_run, &job);
+    hsri_cpu_run_items(dev, n_parts, n * 8, sample_scan_run, &job);
     /* Less work for one row than handing it over; with more, whole rows are the items. */
-    run_items(dev, n_rows, n_rows > 1 ? n * 2 : 0, sample_run, &job);
+    hsri_cpu_run_items(dev, n_rows, n_rows > 1 ? n * 2 : 0, sample_run, &job);
 }
 
 void hsri_cpu_ops_fill(hsri_ops *ops)
@@ -721,9 +531,9 @@ void hsri_cpu_ops_fill(hsri_ops *ops)
     ops->add = cpu_add;
     ops->silu_mul = cpu_silu_mul;
     ops->rope_append = cpu_rope_append;
-    ops->seal = cpu_seal;
-    ops->attend = cpu_attend;
-    ops->merge = cpu_merge;
     ops->sample = cpu_sample;
     ops->check_finite = cpu_check_finite;
+    hsri_cpu_attend_fill(ops);
+    hsri_cpu_pages_fill(ops);
+    hsri_cpu_sparse_fill(ops);
 }

@@ -144,6 +144,13 @@ HSR_API hsr_status hsr_model_get_info(const hsr_model *model, hsr_model_info *in
  *  @since 0.1  @threads any  @blocks no  @alloc no */
 HSR_API hsr_status hsr_model_metadata(const hsr_model *model, const char *key, const char **value, uint64_t *size);
 
+/** Read the model's calibration, a `.hsrcal` file made by `hisparse-rt calibrate`: the bases in which keys are sketched and
+ *  stored. Engines created afterwards use it; a model has at most one.
+ *  @return HSR_OK; HSR_E_IO, HSR_E_FORMAT (also: made for other weights, or a basis with values that are not finite), HSR_E_VERSION,
+ *          HSR_E_NOMEM, HSR_E_STATE (the model has one already), HSR_E_INVALID
+ *  @since 0.1  @threads one per model, before engines are made of it  @blocks on the file  @alloc yes */
+HSR_API hsr_status hsr_model_load_calibration(hsr_model *model, const char *path, hsr_error *err);
+
 /* ---- engines -------------------------------------------------------------------------------------------------- */
 
 #define HSR_LOG_ERROR 0
@@ -236,11 +243,70 @@ typedef struct hsr_engine_stats {
  *  @since 0.1  @threads any  @blocks no  @alloc no */
 HSR_API hsr_status hsr_engine_get_stats(hsr_engine *engine, hsr_engine_stats *stats, hsr_error *err);
 
+/* ---- profiles ------------------------------------------------------------------------------------------------- */
+
+/* Which rule picks the pages that a query reads. What each needs in the session's index: see HSR_INDEX_*. */
+#define HSR_SELECT_AUTO     0  /* sketch if the model is calibrated, else minmax */
+#define HSR_SELECT_SKETCH   1  /* 4-bit sketches of the keys in a calibrated basis */
+#define HSR_SELECT_MEAN     2  /* mean key of each page */
+#define HSR_SELECT_CLASSIC  3  /* mean key of coarse blocks, then of fine blocks inside the best */
+#define HSR_SELECT_MINMAX   4  /* upper bound from each channel's smallest and largest value (Quest) */
+#define HSR_SELECT_GAUSSIAN 5  /* mean and variance of the keys */
+#define HSR_SELECT_CLUSTER  6  /* centroids first, then the sketches of the best candidates */
+#define HSR_SELECT_HISTORY  7  /* pages that were attended most so far */
+#define HSR_SELECT_RANDOM   8  /* for comparison */
+#define HSR_SELECT_ORACLE   9  /* exact scores, read from the pages themselves: for measuring, as slow as dense */
+
+typedef struct hsr_profile {
+    uint32_t struct_size;
+    int32_t  sparse;               /* 0: dense attention, everything below is ignored */
+    int32_t  selector;             /* HSR_SELECT_* */
+    int32_t  budget;               /* tokens attended per query and kv head besides sink and window; rounded up to slices; >= 16 */
+    float    sparse_ratio;         /* > 0: the budget is at least this share of the tokens outside sink and window; in [0, 1] */
+    int32_t  slice_size;           /* 16, 32 or 64 tokens chosen together */
+    int32_t  virtual_tokens;       /* nonzero: what is not attended counts with its estimated mass and mean value. Needs selector sketch or cluster;
+                                      left out in layers where calibration found that it harms */
+    int32_t  forced_history;       /* pages of highest attention mass so far, kept beside the budget; 0..64 */
+    int32_t  candidates;           /* cluster: tokens whose sketches are scored; 0: 4096 */
+    int32_t  dense_below;          /* queries at positions below this attend densely */
+    int32_t  prefill_dense_below;  /* prompt runs of 128 tokens below this position attend densely */
+    int32_t  prefill_budget;       /* budget of a prompt run; 0: prompts are always dense */
+    int32_t  block_size_coarse;    /* classic: tokens, multiple of 64 */
+    int32_t  block_size_fine;      /* classic: tokens, 16, 32 or 64 */
+    int32_t  top_k_coarse;         /* classic: coarse blocks kept */
+    int32_t  top_k_fine;           /* classic: fine blocks kept, on average per coarse block: top_k_coarse * top_k_fine in all, within the budget */
+    uint32_t n_dense_layers;       /* layers that always attend densely */
+    uint32_t n_layer_budgets;      /* length of layer_budgets: 0 or the number of layers */
+    const int32_t *dense_layers;   /* copied */
+    const int32_t *layer_budgets;  /* copied; 0: `budget` */
+    uint64_t seed;                 /* random */
+} hsr_profile;
+
+/** Fill *profile with the defaults: sparse, selector auto, 1024 tokens in slices of 16, virtual tokens; pass sizeof *profile.
+ *  @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API void hsr_profile_init(hsr_profile *profile, uint32_t struct_size);
+
+/** Register a profile with an engine; sessions and requests then name it by its id. Profiles live as long as the engine; id 0 exists
+ *  from the start and is dense. At most 4096.
+ *  @return HSR_OK; HSR_E_INVALID names the field; HSR_E_UNSUPPORTED (selector sketch or cluster without a calibration); HSR_E_NOSPACE; HSR_E_NOMEM
+ *  @since 0.1  @threads any  @blocks for at most one step  @alloc yes */
+HSR_API hsr_status hsr_profile_register(hsr_engine *engine, const hsr_profile *profile, int32_t *id, hsr_error *err);
+
 /* ---- sessions ------------------------------------------------------------------------------------------------- */
 
 #define HSR_KV_AUTO 0 /* f32 for models of dtype f32, else bf16 */
 #define HSR_KV_F32  1
 #define HSR_KV_BF16 2
+#define HSR_KV_INT8 3    /* sealed pages at 8 bits per value, half of bf16 */
+#define HSR_KV_COMPACT 4 /* sealed pages at about 4 bits per value, in a calibrated basis; head sizes that are multiples of 16 */
+#define HSR_KV_VTQ  5    /* as compact, with values at 5 bits chosen by their distribution */
+
+/* What the session keeps about every sealed page, for selectors to scan. */
+#define HSR_INDEX_AUTO     0 /* what the session's profile needs; nothing for a dense one */
+#define HSR_INDEX_NONE     1
+#define HSR_INDEX_SKETCH   2 /* selectors sketch, cluster, mean, classic; needs a calibration */
+#define HSR_INDEX_MINMAX   3 /* selectors minmax, mean, classic */
+#define HSR_INDEX_GAUSSIAN 4 /* selectors gaussian, mean, classic */
 
 typedef struct hsr_session_opts {
     uint32_t struct_size;
@@ -251,6 +317,10 @@ typedef struct hsr_session_opts {
     int32_t  sink_size;     /* tokens, multiple of 64, default 64: first pages, never sealed */
     int32_t  rollback_tokens; /* how far hsr_session_truncate may go back; default 256 */
     void    *user;          /* returned in events */
+    int32_t  profile;       /* of prompts, and of requests that name none; id from hsr_profile_register, 0: dense */
+    int32_t  index_kind;    /* HSR_INDEX_* */
+    int32_t  sketch_4bit;   /* components of a sketch at 4 bits, a multiple of 8; both 0: 24 and 0 */
+    int32_t  sketch_2bit;   /* components at 2 bits, a multiple of 16 */
 } hsr_session_opts;
 
 /** Fill *opts with the defaults, struct_size included; pass sizeof *opts, so that a newer library writes no field this caller lacks.
@@ -300,6 +370,7 @@ typedef struct hsr_request {
     const int32_t *stop;          /* copied */
     int32_t  ignore_eos;          /* nonzero: the model's own eos ids do not stop */
     int32_t  n_logprobs;          /* 0..20: how many of the most likely tokens to report with each token */
+    int32_t  profile;             /* profile of the session from now on; -1: as it is */
 } hsr_request;
 
 /** Fill *request with the defaults: greedy, 128 tokens, everything else off; pass sizeof *request.
@@ -387,6 +458,12 @@ HSR_API hsr_status hsr_session_fork(hsr_session *session, hsr_session **fork, hs
  *  @since 0.1  @threads session  @blocks for at most one step  @alloc no */
 HSR_API hsr_status hsr_session_truncate(hsr_session *session, uint64_t n, hsr_error *err);
 
+/** Use another profile from here on: for tokens appended and sampled later, and for those appended and not computed yet.
+ *  @return HSR_OK; HSR_E_INVALID (no such id), HSR_E_STATE (a request is running), HSR_E_UNSUPPORTED (the session's index lacks what
+ *          the selector reads), HSR_E_NOMEM, HSR_E_BUSY
+ *  @since 0.1  @threads session  @blocks for at most one step  @alloc yes */
+HSR_API hsr_status hsr_session_set_profile(hsr_session *session, int32_t profile, hsr_error *err);
+
 /** Drop the KV cache and queue all of the session's tokens to be computed again: the way back after a failure.
  *  @return HSR_OK; HSR_E_STATE (a request is running), HSR_E_NOSPACE, HSR_E_BUSY
  *  @since 0.1  @threads session  @blocks for at most one step  @alloc yes */
@@ -407,11 +484,43 @@ typedef struct hsr_session_stats {
     uint64_t   pages_sealed;
     int32_t    kv_format;       /* HSR_KV_* in use */
     int32_t    running;         /* nonzero while a request runs */
+    int32_t    index_kind;      /* HSR_INDEX_* in use */
+    int32_t    profile;         /* in use */
+    uint64_t   index_bytes;     /* bytes of index slabs held */
+    uint64_t   sparse_rows;     /* rows computed with a selection of their own (decode rows) */
+    double     covered;         /* estimated share of the attention mass that the last such row attended, mean over layers and heads; NaN: none yet */
+    double     covered_mean;    /* the same over all such rows */
+    double     attended_tokens; /* tokens that the last such row attended, mean over layers and kv heads */
 } hsr_session_stats;
 
 /** Fill *stats; struct_size must be set by the caller.
  *  @since 0.1  @threads any  @blocks no  @alloc no */
 HSR_API hsr_status hsr_session_get_stats(hsr_session *session, hsr_session_stats *stats, hsr_error *err);
+
+/* ---- unstable: for calibration and measuring; may change between minor versions -------------------------------- */
+
+#define HSR_OBSERVE_KEYS   1 /* after rope, as attention reads them */
+#define HSR_OBSERVE_VALUES 2
+
+/** Read the keys or values of one layer back from the pages, of positions [first, first + n).
+ *  @param out  receives float[n][n_kv_heads][head_dim]
+ *  @param size floats that fit in out
+ *  @return HSR_OK; HSR_E_INVALID, HSR_E_STATE (work under way), HSR_E_NOMEM, HSR_E_BUSY
+ *  @since 0.1  @threads session  @blocks for at most one step  @alloc yes */
+HSR_API hsr_status hsr_session_observe(hsr_session *session, int32_t what, int32_t layer, uint64_t first, uint64_t n, float *out, uint64_t size, hsr_error *err);
+
+/** Record queries while the session computes: from now on, the query heads (after rope) of every position first + k * stride, of layers
+ *  [layer_first, layer_end), go to queries[(layer - layer_first)][k][n_heads][head_dim], k < n. n = 0 ends it. The memory must stay
+ *  until then.
+ *  @since 0.1  @threads session  @blocks for at most one step  @alloc no */
+typedef struct hsr_capture {
+    uint32_t struct_size;
+    int32_t  layer_first, layer_end;
+    uint32_t stride;
+    uint64_t first, n;
+    float   *queries;
+} hsr_capture;
+HSR_API hsr_status hsr_session_capture(hsr_session *session, const hsr_capture *capture, hsr_error *err);
 
 /** Copy the session's token ids (prompt and output) from position first on.
  *  @param n  in: ids that fit in out; out: ids from `first` on, which may be more than fitted

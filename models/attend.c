@@ -1,0 +1,125 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Attention of one layer, span by span, as groups whose partials are merged in list order (D5). Work goes in waves that fit the
+ * partials' room: how many groups a wave holds never changes a result. */
+#include "model.h"
+
+#include "base/array.h"
+
+/* A span's rows in the arrays of the step. */
+typedef struct part {
+    const hsri_forward *f;
+    const hsri_span    *span;
+    uint32_t   layer;
+    hsri_batch batch;
+    hsri_ref   queries, rotated, attended, acc;
+} part;
+
+static part part_of(const hsri_forward *f, const hsri_span *span, uint32_t layer)
+{
+    const uint64_t q_bytes = (uint64_t)span->row * f->hp->n_heads * f->hp->head_dim * sizeof(float);
+    const uint64_t acc_bytes = (uint64_t)span->row * f->hp->n_heads * (f->hp->head_dim + 2) * sizeof(float);
+    return (part){
+        .f = f, .span = span, .layer = layer,
+        .batch = { hsri_at(f->batch.rows, span->row * sizeof(hsri_row)), f->batch.seqs, span->n_rows, f->batch.n_seqs },
+        .queries = hsri_at(f->s->queries, q_bytes), .rotated = f->rotate ? hsri_at(f->s->rotated, q_bytes) : (hsri_ref){ 0 },
+        .attended = hsri_at(f->s->attended, q_bytes), .acc = hsri_at(f->s->acc, acc_bytes),
+    };
+}
+
+static uint32_t wave_groups(const part *p)
+{
+    return (uint32_t)(p->f->s->part_floats / ((uint64_t)p->span->n_rows * p->f->hp->n_heads * (p->f->hp->head_dim + 2)));
+}
+
+static void merge(const part *p, hsri_ref from, uint32_t n_groups, bool first, bool last)
+{
+    const hsri_hparams *hp = p->f->hp;
+    p->f->dev->ops.merge(p->f->queue, p->span->n_rows, hp->n_heads, hp->head_dim, from, n_groups, first, p->acc,
+                         last ? p->attended : (hsri_ref){ 0 });
+}
+
+static void attend_dense(const part *p)
+{
+    const hsri_forward *f = p->f;
+    const hsri_hparams *hp = f->hp;
+    const uint32_t n_groups = p->span->max_pos / HSRI_GROUP_TOKENS + 1, wave = wave_groups(p);
+
+    for (uint32_t g0 = 0, g1; g0 < n_groups; g0 = g1) {
+        g1 = (uint32_t)hsri_min(n_groups, (uint64_t)g0 + wave);
+        f->dev->ops.attend(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, g0, g1, f->s->part);
+        merge(p, f->s->part, g1 - g0, g0 == 0, g1 == n_groups);
+    }
+}
+
+/* Where the span's selections go. Observed rows report to places of their own layer. */
+static hsri_lists lists_of(const part *p)
+{
+    const hsri_forward *f = p->f;
+    const hsri_sparse_room *room = f->room;
+    const uint64_t first = (uint64_t)p->layer * f->batch.n_rows + p->span->row;
+    return (hsri_lists){
+        .units = room->units,
+        .counts = p->span->observed ? hsri_at(room->attended, first * f->hp->n_kv_heads * sizeof(uint32_t)) : room->counts,
+        .virtual_part = room->virtual_part,
+        .covered = hsri_at(room->covered, first * f->hp->n_heads * sizeof(float)),
+        .stride = p->span->max_units, .n_picks = p->span->n_picks,
+    };
+}
+
+static void attend_lists(const part *p, const hsri_lists *lists)
+{
+    const hsri_forward *f = p->f;
+    const hsri_hparams *hp = f->hp;
+    const hsri_ref pick_of = hsri_at(f->pick_of, p->span->row * sizeof(uint32_t));
+    const uint32_t n_groups = (uint32_t)hsri_div_up(p->span->max_units, HSRI_LIST_GROUP_UNITS), wave = wave_groups(p);
+
+    for (uint32_t g0 = 0, g1; g0 < n_groups; g0 = g1) {
+        g1 = (uint32_t)hsri_min(n_groups, (uint64_t)g0 + wave);
+        f->dev->ops.attend_list(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, pick_of, lists, g0, g1,
+                                f->s->part);
+        merge(p, f->s->part, g1 - g0, false, false);
+    }
+}
+
+static void attend_sparse(const part *p)
+{
+    const hsri_forward *f = p->f;
+    const hsri_ops *op = &f->dev->ops;
+    const hsri_hparams *hp = f->hp;
+    const hsri_span *span = p->span;
+    const hsri_lists lists = lists_of(p);
+    const hsri_ref sparse = hsri_at(f->sparse[span->prefill], (uint64_t)p->layer * f->batch.n_seqs * sizeof(hsri_sparse));
+
+    op->attend_fixed(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, span->n_fixed, span->prefill,
+                     f->s->part);
+    merge(p, f->s->part, span->n_fixed, true, false);
+    op->select(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, p->acc, sparse,
+               hsri_at(f->picks, span->first_pick * sizeof(hsri_pick)), f->room->scratch, &lists);
+    attend_lists(p, &lists);
+    merge(p, lists.virtual_part, 1, false, true);
+}
+
+/* Queries that somebody outside wants to see. */
+static void copy_queries(const hsri_forward *f, uint32_t layer)
+{
+    const uint64_t bytes = (uint64_t)f->hp->n_heads * f->hp->head_dim * sizeof(float);
+    for (uint32_t i = 0; i < f->n_taps; i++) {
+        const hsri_tap *t = &f->taps[i];
+        for (uint32_t j = 0; j < t->n && layer >= t->layer_first && layer < t->layer_end; j++)
+            f->dev->copy_out(f->queue, t->to[j] + (layer - t->layer_first) * t->stride, hsri_at(f->s->queries, t->rows[j] * bytes), bytes);
+    }
+}
+
+void hsri_forward_attend(const hsri_forward *f, uint32_t layer)
+{
+    copy_queries(f, layer);
+    if (f->rotate)
+        f->dev->ops.rotate(f->queue, f->kv, layer, f->hp->n_heads, f->batch.n_rows, f->s->queries, f->s->rotated);
+    for (uint32_t i = 0; i < f->n_spans; i++) {
+        const part p = part_of(f, &f->spans[i], layer);
+        if (f->spans[i].sparse && !hsri_layer_in(&f->spans[i].dense_layers, layer))
+            attend_sparse(&p);
+        else
+            attend_dense(&p);
+    }
+}

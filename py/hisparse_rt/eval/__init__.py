@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How good sparse attention is: behind `hisparse-rt eval`."""

@@ -1,0 +1,473 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Attention: partials of groups (D5), and their merging.
+ *
+ * An item of work is (group, kv head, tile of rows); the tiles that read the same pages are neighbours. A tile makes a call for every
+ * run of rows that read the same tokens: rows of one sequence, and where it has encoded pages, of one page, or of one pick. All query
+ * heads of the kv head go together. Kernels give a query the same bits in any company, so how rows fall into calls does not show.
+ *
+ * A group of an encoded session may begin with plain pages (sink), go on with encoded ones and end with plain ones (window): pieces of
+ * equal format are folded in order. */
+#include "device/cpu/pages.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "base/array.h"
+
+#define GROUP_PAGES (HSRI_GROUP_TOKENS / HSRI_PAGE_TOKENS)
+#define LIST_PAGES (HSRI_LIST_GROUP_UNITS / HSRI_PAGE_UNITS)
+#define MACS_PER_NS 16u                /* of one thread, for estimates */
+
+_Static_assert(GROUP_PAGES * HSRI_PAGE_UNITS <= HSRI_UNITS_MAX, "a dense group fits a call");
+_Static_assert(HSRI_UNITS_SCRATCH <= HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH, "kernels of encoded pages have their scratch");
+_Static_assert(LIST_PAGES * HSRI_PAGE_UNITS == HSRI_LIST_GROUP_UNITS, "a list group fills whole pages");
+
+/* Units of one layer and kv head, chosen for each pick. */
+typedef struct unit_lists {
+    const uint32_t *units, *counts, *pick_of;
+    uint32_t        stride;
+} unit_lists;
+
+typedef struct attend_job attend_job;
+
+/* The queries of a call. */
+typedef struct query_set {
+    const float *queries[HSRI_ATTEND_MAX_QUERIES];
+    const float *rotated[HSRI_ATTEND_MAX_QUERIES];
+    float       *partials[HSRI_ATTEND_MAX_QUERIES];
+    uint32_t     pos[HSRI_ATTEND_MAX_QUERIES];
+    uint32_t     n;
+} query_set;
+
+struct attend_job {
+    /* Rows [first, return value) up to `end` read the same tokens. */
+    uint32_t (*run_end)(const attend_job *job, uint32_t first, uint32_t end);
+    /* Partials of group g for rows that read the same as `row`. */
+    void (*group)(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch);
+    const hsri_cpu_device *dev;
+    const hsri_row     *rows;
+    const hsri_seq     *seqs;
+    const hsri_kv_view *kv;
+    const float        *queries, *rotated;
+    float              *part;
+    uint32_t            n_rows, layer, n_heads, g0, n_groups;
+    uint32_t            heads_per_kv, tile_rows, n_tiles;
+    float               scale;
+    int                 prompt_runs; /* of fixed groups */
+    unit_lists          lists;
+};
+
+static const hsri_seq *seq_of(const attend_job *job, uint32_t row) { return &job->seqs[job->rows[row].seq]; }
+static uint32_t page_of(const attend_job *job, uint32_t row) { return job->rows[row].pos / HSRI_PAGE_TOKENS; }
+
+/* ---- pieces ---- */
+
+/* Where a worker's scratch has what this file keeps beside the kernels' own part. */
+static uint8_t *gather_scratch(float *scratch) { return (uint8_t *)(scratch + HSRI_ATTEND_SCRATCH); }
+static float *piece_scratch(float *scratch) { return scratch + HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH; }
+
+/* How many tokens a query at `pos` sees of those from `first` on, at most `most`. */
+static uint32_t visible_tokens(uint32_t pos, uint64_t first, uint32_t most)
+{
+    return pos < first ? 0 : (uint32_t)hsri_min(pos + 1 - first, most);
+}
+
+static void empty_partials(const attend_job *job, const query_set *set)
+{
+    for (uint32_t i = 0; i < set->n; i++) {
+        memset(set->partials[i], 0, (2 + job->kv->head_dim) * sizeof **set->partials);
+        set->partials[i][0] = -INFINITY;
+    }
+}
+
+/* Plain pages with neighbouring tokens, the first of them at position `first`: at most a dense group. */
+static void attend_plain(const attend_job *job, const hsri_seq *seq, const hsri_page_table *table, uint32_t page, uint32_t n_pages,
+                         const query_set *set, float *scratch)
+{
+    const uint8_t *pages[GROUP_PAGES];
+    uint32_t       visible[HSRI_ATTEND_MAX_QUERIES];
+
+    for (uint32_t p = 0; p < n_pages; p++)
+        pages[p] = hsri_page_at(table, page + p);
+    for (uint32_t i = 0; i < set->n; i++)
+        visible[i] = visible_tokens(set->pos[i], (uint64_t)page * HSRI_PAGE_TOKENS, n_pages * HSRI_PAGE_TOKENS);
+    job->dev->kernels.attend[seq->kv_type](&(hsri_attend_args){ pages, n_pages, job->kv->head_dim, job->scale, set->n, set->queries,
+                                                                visible, set->partials, scratch });
+}
+
+static void attend_encoded(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint8_t *const *slots, const uint8_t *units,
+                           uint32_t n_units, const query_set *set, float *scratch)
+{
+    job->dev->kernels.page.attend[seq->format](&(hsri_units_args){
+        .slots = slots, .units = units, .n_units = n_units, .head_dim = job->kv->head_dim, .scale = job->scale, .n_queries = set->n,
+        .queries = set->queries, .rotated = set->rotated, .partials = set->partials, .scratch = scratch,
+        .calibration = hsri_cpu_calibration(job->dev, job->kv, job->layer, kv_head) });
+}
+
+static void attend_encoded_pages(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page, uint32_t n_pages,
+                                 const query_set *set, float *scratch)
+{
+    hsri_page_table table = hsri_sealed_pages(job->dev, job->kv, seq, job->layer, kv_head);
+    const uint8_t  *slots[HSRI_UNITS_MAX];
+    uint8_t         units[HSRI_UNITS_MAX];
+
+    for (uint32_t i = 0; i < n_pages * HSRI_PAGE_UNITS; i++) {
+        slots[i] = hsri_page_at(&table, page + i / HSRI_PAGE_UNITS);
+        units[i] = (uint8_t)(i % HSRI_PAGE_UNITS);
+    }
+    attend_encoded(job, seq, kv_head, slots, units, n_pages * HSRI_PAGE_UNITS, set, scratch);
+}
+
+/* ---- dense groups ---- */
+
+static bool reads_plain(const hsri_seq *seq, uint32_t page, uint32_t query_page)
+{
+    return hsri_kv_is_plain(seq->format) || page < seq->sink_pages || page + seq->window_pages > query_page;
+}
+
+static void dense_piece(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, bool plain, uint32_t page, uint32_t n_pages,
+                        const query_set *set, float *scratch)
+{
+    hsri_page_table table = hsri_plain_pages(job->dev, job->kv, seq, job->layer, kv_head);
+
+    if (plain)
+        attend_plain(job, seq, &table, page, n_pages, set, scratch);
+    else
+        attend_encoded_pages(job, seq, kv_head, page, n_pages, set, scratch);
+}
+
+/* The set with other places for its results: pieces behind a group's first. */
+static query_set with_partials(const query_set *set, float *partials, uint32_t head_dim)
+{
+    query_set other = *set;
+
+    for (uint32_t i = 0; i < set->n; i++)
+        other.partials[i] = partials + (uint64_t)i * (2 + head_dim);
+    return other;
+}
+
+static void dense_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch)
+{
+    const hsri_seq *seq = seq_of(job, row);
+    uint32_t        query_page = set->pos[set->n - 1] / HSRI_PAGE_TOKENS, d = job->kv->head_dim;
+    uint32_t        page = g * GROUP_PAGES, end = (uint32_t)hsri_min(page + GROUP_PAGES, (uint64_t)query_page + 1), n;
+    query_set       later;
+
+    if (page >= end) {
+        empty_partials(job, set);
+        return;
+    }
+    for (bool first = true; page < end; page += n, first = false) {
+        bool plain = reads_plain(seq, page, query_page);
+
+        for (n = 1; page + n < end && reads_plain(seq, page + n, query_page) == plain;)
+            n++;
+        if (first) {
+            dense_piece(job, seq, kv_head, plain, page, n, set, scratch);
+            continue;
+        }
+        later = with_partials(set, piece_scratch(scratch), d);
+        dense_piece(job, seq, kv_head, plain, page, n, &later, scratch);
+        for (uint32_t i = 0; i < set->n; i++)
+            job->dev->kernels.merge(set->partials[i], later.partials[i], d);
+    }
+}
+
+/* All queries of a call see the same split into plain and encoded pages: those of one page do. */
+static uint32_t dense_run_end(const attend_job *job, uint32_t first, uint32_t end)
+{
+    bool     same_page = !hsri_kv_is_plain(seq_of(job, first)->format);
+    uint32_t row = first + 1;
+
+    while (row < end && job->rows[row].seq == job->rows[first].seq && (!same_page || page_of(job, row) == page_of(job, first)))
+        row++;
+    return row;
+}
+
+/* ---- fixed groups ---- */
+
+static uint32_t page_run_end(const attend_job *job, uint32_t first, uint32_t end)
+{
+    uint32_t row = first + 1;
+
+    while (row < end && job->rows[row].seq == job->rows[first].seq && page_of(job, row) == page_of(job, first))
+        row++;
+    return row;
+}
+
+/* The page that left the window at the second page of a prompt run, for whose first page the selection was made. */
+static void bridge_group(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t q, const query_set *set, float *scratch)
+{
+    hsri_page_table table = hsri_plain_pages(job->dev, job->kv, seq, job->layer, kv_head);
+    uint32_t        w = seq->window_pages;
+
+    if (!job->prompt_runs || q % 2 == 0 || q < seq->sink_pages + w)
+        empty_partials(job, set);
+    else if (hsri_kv_is_plain(seq->format))
+        attend_plain(job, seq, &table, q - w, 1, set, scratch);
+    else
+        attend_encoded_pages(job, seq, kv_head, q - w, 1, set, scratch);
+}
+
+/* Fixed group g of queries of page q: sink, bridge, window. */
+static void fixed_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch)
+{
+    const hsri_seq *seq = seq_of(job, row);
+    hsri_page_table table = hsri_plain_pages(job->dev, job->kv, seq, job->layer, kv_head);
+    uint32_t        q = page_of(job, row), n_sink_groups = (uint32_t)hsri_div_up(seq->sink_pages, GROUP_PAGES);
+    uint64_t        first = (uint64_t)g * GROUP_PAGES, end = hsri_min(seq->sink_pages, q + 1ull);
+
+    if (g == n_sink_groups) {
+        bridge_group(job, seq, kv_head, q, set, scratch);
+        return;
+    }
+    if (g > n_sink_groups) {
+        uint64_t window = q + 1ull > seq->window_pages ? q + 1 - seq->window_pages : 0;
+
+        first = hsri_max(seq->sink_pages, window) + (g - n_sink_groups - 1ull) * GROUP_PAGES;
+        end = q + 1ull;
+    }
+    if (first < end)
+        attend_plain(job, seq, &table, (uint32_t)first, (uint32_t)hsri_min(GROUP_PAGES, end - first), set, scratch);
+    else
+        empty_partials(job, set);
+}
+
+/* ---- list groups ---- */
+
+static uint32_t pick_run_end(const attend_job *job, uint32_t first, uint32_t end)
+{
+    uint32_t row = first + 1;
+
+    while (row < end && job->lists.pick_of[row] == job->lists.pick_of[first])
+        row++;
+    return row;
+}
+
+/* Copy unit `from` of a plain page to unit `to` of another: 64 bytes of each line of keys, and 16 tokens of values. */
+static void copy_unit(hsri_kv_type type, uint32_t d, uint8_t *page, uint32_t to, const uint8_t *slot, uint32_t from)
+{
+    const size_t line = HSRI_PAGE_TOKENS * 4, part = HSRI_UNIT_TOKENS * 4;
+    size_t       n_lines = type == HSRI_KV_TYPE_F32 ? d : d / 2, values = HSRI_PAGE_HEADER_BYTES + n_lines * line;
+
+    for (size_t i = 0; i < n_lines; i++)
+        memcpy(page + HSRI_PAGE_HEADER_BYTES + i * line + to * part, slot + HSRI_PAGE_HEADER_BYTES + i * line + from * part, part);
+    memcpy(page + values + to * n_lines * part, slot + values + from * n_lines * part, n_lines * part);
+}
+
+/* Units of plain pages are put together to pages, so that the kernels of whole pages serve. */
+static void attend_plain_units(const attend_job *job, const hsri_seq *seq, const uint8_t *const *slots, const uint8_t *units,
+                               uint32_t n_units, const query_set *set, float *scratch)
+{
+    const uint8_t *pages[LIST_PAGES];
+    uint32_t       visible[HSRI_ATTEND_MAX_QUERIES], d = job->kv->head_dim;
+    uint64_t       page_bytes = hsri_round_up(hsri_plain_page_bytes(seq->kv_type, d), 64);
+
+    for (uint32_t i = 0; i < n_units; i++) {
+        uint32_t p = i / HSRI_PAGE_UNITS;
+        uint8_t *page = gather_scratch(scratch) + p * page_bytes;
+
+        pages[p] = page;
+        copy_unit(seq->kv_type, d, page, i % HSRI_PAGE_UNITS, slots[i], units[i]);
+    }
+    for (uint32_t i = 0; i < set->n; i++)
+        visible[i] = n_units * HSRI_UNIT_TOKENS;
+    job->dev->kernels.attend[seq->kv_type](&(hsri_attend_args){ pages, (uint32_t)hsri_div_up(n_units, HSRI_PAGE_UNITS), d, job->scale, set->n,
+                                                                set->queries, visible, set->partials, scratch });
+}
+
+static void list_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch)
+{
+    const hsri_seq *seq = seq_of(job, row);
+    hsri_page_table table = hsri_sealed_pages(job->dev, job->kv, seq, job->layer, kv_head);
+    uint64_t        list = (uint64_t)job->lists.pick_of[row] * job->kv->n_kv_heads + kv_head;
+    const uint32_t *chosen = job->lists.units + list * job->lists.stride + (uint64_t)g * HSRI_LIST_GROUP_UNITS;
+    uint64_t        begin = (uint64_t)g * HSRI_LIST_GROUP_UNITS, count = job->lists.counts[list];
+    uint32_t        n = begin < count ? (uint32_t)hsri_min(count - begin, HSRI_LIST_GROUP_UNITS) : 0;
+    const uint8_t  *slots[HSRI_LIST_GROUP_UNITS];
+    uint8_t         units[HSRI_LIST_GROUP_UNITS];
+
+    if (n == 0) {
+        empty_partials(job, set);
+        return;
+    }
+    for (uint32_t i = 0; i < n; i++) {
+        slots[i] = hsri_page_at(&table, chosen[i] / HSRI_PAGE_UNITS);
+        units[i] = (uint8_t)(chosen[i] % HSRI_PAGE_UNITS);
+    }
+    if (hsri_kv_is_plain(seq->format))
+        attend_plain_units(job, seq, slots, units, n, set, scratch);
+    else
+        attend_encoded(job, seq, kv_head, slots, units, n, set, scratch);
+}
+
+/* ---- tiles ---- */
+
+/* Rows [row, row_end) of one sequence, query heads [head, head_end). */
+static void fill_set(const attend_job *job, uint32_t row, uint32_t row_end, uint32_t head, uint32_t head_end, uint32_t g, query_set *set)
+{
+    uint32_t d = job->kv->head_dim;
+
+    set->n = 0;
+    for (uint32_t r = row; r < row_end; r++) {
+        for (uint32_t h = head; h < head_end; h++, set->n++) {
+            uint64_t at = (uint64_t)r * job->n_heads + h;
+
+            set->queries[set->n] = job->queries + at * d;
+            set->rotated[set->n] = job->rotated ? job->rotated + at * d : NULL;
+            set->partials[set->n] = job->part + (at * job->n_groups + g - job->g0) * (2 + d);
+            set->pos[set->n] = job->rows[r].pos;
+        }
+    }
+}
+
+static void attend_tile(const attend_job *job, uint32_t tile, uint32_t kv_head, uint32_t g, float *scratch)
+{
+    uint32_t  row = tile * job->tile_rows, tile_end = (uint32_t)hsri_min((uint64_t)row + job->tile_rows, job->n_rows), row_end;
+    uint32_t  head0 = kv_head * job->heads_per_kv, head1 = head0 + job->heads_per_kv;
+    query_set set;
+
+    for (; row < tile_end; row = row_end) {
+        row_end = job->run_end(job, row, tile_end);
+        for (uint32_t h = head0; h < head1; h += HSRI_ATTEND_MAX_QUERIES) {
+            fill_set(job, row, row_end, h, (uint32_t)hsri_min(h + HSRI_ATTEND_MAX_QUERIES, head1), g, &set);
+            job->group(job, row, kv_head, g, &set, scratch);
+        }
+    }
+}
+
+static void attend_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const attend_job *job = arg;
+
+    for (uint64_t i = first; i < end; i++) {
+        uint64_t pair = i / job->n_tiles;
+
+        attend_tile(job, (uint32_t)(i % job->n_tiles), (uint32_t)(pair % job->kv->n_kv_heads),
+                    job->g0 + (uint32_t)(pair / job->kv->n_kv_heads), hsri_cpu_scratch(job->dev, worker));
+    }
+}
+
+static attend_job job_of(hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                         hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
+{
+    uint64_t n = (uint64_t)batch->n_rows * n_heads;
+
+    return (attend_job){ .dev = dev, .rows = hsri_cpu_at(dev, batch->rows, batch->n_rows * sizeof(hsri_row)),
+                         .seqs = hsri_cpu_at(dev, batch->seqs, batch->n_seqs * sizeof(hsri_seq)), .kv = kv, .scale = scale,
+                         .queries = hsri_cpu_floats(dev, queries, n * kv->head_dim),
+                         .rotated = hsri_cpu_floats(dev, rotated, n * kv->head_dim),
+                         .part = hsri_cpu_floats(dev, part, n * (g1 - g0) * (2 + kv->head_dim)),
+                         .n_rows = batch->n_rows, .layer = layer, .n_heads = n_heads, .g0 = g0, .n_groups = g1 - g0,
+                         .heads_per_kv = n_heads / kv->n_kv_heads };
+}
+
+/* Tiles of as many rows as fit a call, but no more than runs of rows have on average: single rows of many runs are items of their own.
+ * `pairs` are the (row, token) pairs to attend. */
+static void run_job(hsri_cpu_device *dev, attend_job *job, uint32_t n_runs, uint64_t pairs)
+{
+    uint64_t cost = pairs * job->n_heads * job->kv->head_dim * 2 / MACS_PER_NS;
+
+    if (job->n_rows == 0)
+        return;
+    job->tile_rows = (uint32_t)hsri_max(hsri_min(HSRI_ATTEND_MAX_QUERIES / job->heads_per_kv, job->n_rows / hsri_max(n_runs, 1)), 1);
+    job->n_tiles = (uint32_t)hsri_div_up(job->n_rows, job->tile_rows);
+    hsri_cpu_run_items(dev, (uint64_t)job->n_groups * job->kv->n_kv_heads * job->n_tiles, cost, attend_run, job);
+}
+
+static void cpu_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                       hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
+{
+    hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
+    attend_job       job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, g0, g1, part);
+    uint64_t         pairs = 0;
+
+    for (uint32_t row = 0; row < job.n_rows; row++)
+        for (uint32_t g = g0; g < g1; g++)
+            pairs += visible_tokens(job.rows[row].pos, (uint64_t)g * HSRI_GROUP_TOKENS, HSRI_GROUP_TOKENS);
+    job.run_end = dense_run_end;
+    job.group = dense_group;
+    run_job(dev, &job, batch->n_seqs, pairs);
+}
+
+static void cpu_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                             hsri_ref queries, hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part)
+{
+    hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
+    attend_job       job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, 0, n_fixed, part);
+    uint64_t         pairs = 0;
+
+    for (uint32_t row = 0; row < job.n_rows; row++)
+        pairs += hsri_min(job.rows[row].pos + 1ull, (uint64_t)(seq_of(&job, row)->sink_pages + seq_of(&job, row)->window_pages) * HSRI_PAGE_TOKENS);
+    job.prompt_runs = runs;
+    job.run_end = page_run_end;
+    job.group = fixed_group;
+    run_job(dev, &job, batch->n_seqs, pairs);
+}
+
+static void cpu_attend_list(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                            hsri_ref queries, hsri_ref rotated, hsri_ref pick_of, const hsri_lists *lists, uint32_t g0, uint32_t g1,
+                            hsri_ref part)
+{
+    hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
+    attend_job       job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, g0, g1, part);
+    uint64_t         n_lists = (uint64_t)lists->n_picks * kv->n_kv_heads;
+
+    job.lists = (unit_lists){ hsri_cpu_at(dev, lists->units, n_lists * lists->stride * sizeof(uint32_t)),
+                              hsri_cpu_at(dev, lists->counts, n_lists * sizeof(uint32_t)),
+                              hsri_cpu_at(dev, pick_of, batch->n_rows * sizeof(uint32_t)), lists->stride };
+    job.run_end = pick_run_end;
+    job.group = list_group;
+    run_job(dev, &job, lists->n_picks, (uint64_t)batch->n_rows * (g1 - g0) * HSRI_LIST_GROUP_UNITS * HSRI_UNIT_TOKENS);
+}
+
+/* ---- merging ---- */
+
+typedef struct merge_job {
+    const hsri_kernels *kernels;
+    const float *part;
+    float       *acc, *out;
+    uint32_t     head_dim, n_groups;
+    int          first;
+} merge_job;
+
+/* An item is one (row, head). A row that saw nothing has l = 0, and its NaN shows in the logits: it must not pass for a result. */
+static void merge_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const merge_job *job = arg;
+    uint32_t         d = job->head_dim;
+
+    (void)worker;
+    for (uint64_t i = first; i < end; i++) {
+        float *acc = job->acc + i * (2 + d);
+
+        if (job->first) {
+            memset(acc, 0, (2 + d) * sizeof *acc);
+            acc[0] = -INFINITY;
+        }
+        for (uint32_t g = 0; g < job->n_groups; g++)
+            job->kernels->merge(acc, job->part + (i * job->n_groups + g) * (2 + d), d);
+        for (uint32_t j = 0; job->out && j < d; j++)
+            job->out[i * d + j] = acc[2 + j] / acc[1];
+    }
+}
+
+static void cpu_merge(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups, int first,
+                      hsri_ref acc, hsri_ref out)
+{
+    hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
+    uint64_t         n = (uint64_t)n_rows * n_heads;
+    merge_job        job = { &dev->kernels, hsri_cpu_floats(dev, part, n * n_groups * (2 + head_dim)),
+                             hsri_cpu_floats(dev, acc, n * (2 + head_dim)), hsri_cpu_floats(dev, out, n * head_dim), head_dim, n_groups,
+                             first };
+
+    hsri_cpu_run_items(dev, n, n * head_dim * (n_groups + 1) / 2, merge_run, &job);
+}
+
+void hsri_cpu_attend_fill(hsri_ops *ops)
+{
+    ops->attend = cpu_attend;
+    ops->attend_fixed = cpu_attend_fixed;
+    ops->attend_list = cpu_attend_list;
+    ops->merge = cpu_merge;
+}

@@ -1,0 +1,237 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Kernels of the index that plain C says well enough: sums are 16 lanes side by side, which compilers turn into vectors of whatever
+ * width the including file is built for. One order of additions, so every level has the same bits. */
+#ifndef HSRI_CPU_INDEX_LANES_H
+#define HSRI_CPU_INDEX_LANES_H
+
+#include <math.h>
+#include <string.h>
+
+#include "device/cpu/kernels.h"
+#include "device/cpu/sparse_kernels.h"
+
+#define INLINE static inline __attribute__((always_inline))
+#define LANES 16u
+
+/* Lanes are added in halves. */
+INLINE float lanes_sum(float *acc)
+{
+    for (uint32_t half = LANES / 2; half > 0; half /= 2)
+        for (uint32_t i = 0; i < half; i++)
+            acc[i] += acc[i + half];
+    return acc[0];
+}
+
+INLINE float load_float(const uint8_t *p)
+{
+    float f;
+
+    memcpy(&f, p, sizeof f);
+    return f;
+}
+
+/* sum_j q[j] codes[j] */
+INLINE float dot_int8(const float *q, const int8_t *codes, uint32_t d)
+{
+    float    acc[LANES] = { 0 };
+    uint32_t j = 0;
+
+    for (; j + LANES <= d; j += LANES)
+        for (uint32_t i = 0; i < LANES; i++)
+            acc[i] += q[j + i] * (float)codes[j + i];
+    for (uint32_t i = 0; j + i < d; i++)
+        acc[i] += q[j + i] * (float)codes[j + i];
+    return lanes_sum(acc);
+}
+
+INLINE float dot_float(const float *a, const float *b, uint32_t d)
+{
+    float    acc[LANES] = { 0 };
+    uint32_t j = 0;
+
+    for (; j + LANES <= d; j += LANES)
+        for (uint32_t i = 0; i < LANES; i++)
+            acc[i] += a[j + i] * b[j + i];
+    for (uint32_t i = 0; j + i < d; i++)
+        acc[i] += a[j + i] * b[j + i];
+    return lanes_sum(acc);
+}
+
+/* The product of one head with the mean key of a page. */
+INLINE float dot_mean(const hsri_score_args *a, const hsri_index_layout *at, const float *q, const uint8_t *entry)
+{
+    uint32_t d = a->shape->head_dim;
+    float    about = a->mean_k ? dot_float(q, a->mean_k, d) : 0.0f;
+
+    return about + load_float(entry) * dot_int8(q, (const int8_t *)entry + at->mean_k, d);
+}
+
+/* A sum of exponentials as a mass: NaN is nothing, infinity the most. */
+INLINE float as_mass(float sum) { return sum > 0.0f ? (sum < HSRI_MASS_MAX ? sum : HSRI_MASS_MAX) : 0.0f; }
+
+/* All tokens of a unit at the same logit. */
+INLINE float even_mass(float logit, float reference) { return as_mass((float)HSRI_UNIT_TOKENS * expf(logit - reference)); }
+
+INLINE void store_page_mass(const hsri_score_args *a, uint32_t head, uint32_t page, float mass)
+{
+    for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++)
+        a->mass[head * a->mass_stride + page * HSRI_PAGE_UNITS + u] = mass;
+}
+
+static void score_mean(const hsri_score_args *a)
+{
+    hsri_index_layout at = hsri_index_layout_of(a->shape);
+
+    for (uint32_t h = 0; h < a->n_heads; h++)
+        for (uint32_t p = 0; p < a->n_pages; p++)
+            store_page_mass(a, h, p, even_mass(a->scale * dot_mean(a, &at, a->queries + h * a->shape->head_dim, a->entries[p]), a->reference[h]));
+}
+
+/* A quarter of the variance of the page's logits, not the half that a normal distribution would have: the half overshoots. */
+static void score_gaussian(const hsri_score_args *a)
+{
+    hsri_index_layout at = hsri_index_layout_of(a->shape);
+    uint32_t          d = a->shape->head_dim;
+
+    for (uint32_t h = 0; h < a->n_heads; h++) {
+        const float *q = a->queries + (uint64_t)h * d;
+
+        for (uint32_t p = 0; p < a->n_pages; p++) {
+            const uint8_t *codes = a->entries[p] + at.codes;
+            float          acc[LANES] = { 0 };
+
+            for (uint32_t j = 0; j < d; j++)
+                acc[j % LANES] += q[j] * q[j] * (float)codes[j];
+            store_page_mass(a, h, p, even_mass(a->scale * dot_mean(a, &at, q, a->entries[p]) +
+                                               0.25f * a->scale * a->scale * load_float(a->entries[p] + at.scales) * lanes_sum(acc),
+                                               a->reference[h]));
+        }
+    }
+}
+
+/* sum_j max(q[j] low[j], q[j] high[j]) */
+INLINE float dot_bounds(const float *q, const int8_t *low, const int8_t *high, uint32_t d)
+{
+    float    acc[LANES] = { 0 };
+    uint32_t j = 0;
+
+    for (; j + LANES <= d; j += LANES)
+        for (uint32_t i = 0; i < LANES; i++)
+            acc[i] += q[j + i] * (float)(q[j + i] < 0.0f ? low[j + i] : high[j + i]);
+    for (uint32_t i = 0; j + i < d; i++)
+        acc[i] += q[j + i] * (float)(q[j + i] < 0.0f ? low[j + i] : high[j + i]);
+    return lanes_sum(acc);
+}
+
+static void score_minmax(const hsri_score_args *a)
+{
+    hsri_index_layout at = hsri_index_layout_of(a->shape);
+    uint32_t          d = a->shape->head_dim;
+
+    for (uint32_t h = 0; h < a->n_heads; h++) {
+        const float *q = a->queries + (uint64_t)h * d;
+
+        for (uint32_t u = 0; u < a->n_pages * HSRI_PAGE_UNITS; u++) {
+            const uint8_t *entry = a->entries[u / HSRI_PAGE_UNITS];
+            const int8_t  *low = (const int8_t *)entry + at.codes + u % HSRI_PAGE_UNITS * 2 * d;
+
+            a->mass[h * a->mass_stride + u] = even_mass(a->scale * load_float(entry + at.scales) * dot_bounds(q, low, low + d, d), a->reference[h]);
+        }
+    }
+}
+
+static void score_keys(const hsri_score_args *a, const float *const *keys)
+{
+    uint32_t d = a->shape->head_dim;
+
+    for (uint32_t h = 0; h < a->n_heads; h++) {
+        const float *q = a->queries + (uint64_t)h * d;
+
+        for (uint32_t u = 0; u < a->n_pages * HSRI_PAGE_UNITS; u++) {
+            const float *k = keys[u / HSRI_PAGE_UNITS] + (uint64_t)(u % HSRI_PAGE_UNITS) * HSRI_UNIT_TOKENS * d;
+            float        sum = 0.0f;
+
+            for (uint32_t t = 0; t < HSRI_UNIT_TOKENS; t++)
+                sum += expf(a->scale * dot_float(q, k + (uint64_t)t * d, d) - a->reference[h]);
+            a->mass[h * a->mass_stride + u] = as_mass(sum);
+        }
+    }
+}
+
+static void rotate(const float *matrix, const float *q, uint32_t d, float *out)
+{
+    uint32_t j = 0;
+
+    for (; j + LANES <= d; j += LANES) {
+        float acc[LANES] = { 0 };
+
+        for (uint32_t i = 0; i < d; i++)
+            for (uint32_t l = 0; l < LANES; l++)
+                acc[l] += q[i] * matrix[(uint64_t)i * d + j + l];
+        memcpy(out + j, acc, sizeof acc);
+    }
+    for (; j < d; j++) {
+        out[j] = 0.0f;
+        for (uint32_t i = 0; i < d; i++)
+            out[j] += q[i] * matrix[(uint64_t)i * d + j];
+    }
+}
+
+static float sum_floats(const float *x, uint64_t n)
+{
+    float    acc[LANES] = { 0 };
+    uint64_t j = 0;
+
+    for (; j + LANES <= n; j += LANES)
+        for (uint32_t i = 0; i < LANES; i++)
+            acc[i] += x[j + i];
+    for (uint32_t i = 0; j + i < n; i++)
+        acc[i] += x[j + i];
+    return lanes_sum(acc);
+}
+
+static void add_scaled(float *out, float weight, const float *x, uint64_t n)
+{
+    for (uint64_t i = 0; i < n; i++)
+        out[i] += weight * x[i];
+}
+
+static void add_means(const uint8_t *const *entries, uint32_t n_pages, const hsri_index_shape *shape, const float *mean_v, uint32_t n_heads,
+                      const float *weights, uint64_t weight_stride, float *out)
+{
+    hsri_index_layout at = hsri_index_layout_of(shape);
+    uint32_t          d = shape->head_dim;
+
+    for (uint32_t h = 0; h < n_heads; h++) {
+        float *o = out + (uint64_t)h * (1 + d), all = 0.0f;
+
+        for (uint32_t p = 0; p < n_pages; p++) {
+            const int8_t *codes = (const int8_t *)entries[p] + at.mean_v;
+            float         weight = weights[h * weight_stride + p], scaled = weight * load_float(entries[p] + sizeof(float));
+
+            if (weight == 0.0f)
+                continue;
+            all += weight;
+            for (uint32_t j = 0; j < d; j++)
+                o[1 + j] += scaled * (float)codes[j];
+        }
+        o[0] += all;
+        if (mean_v && all != 0.0f)
+            add_scaled(o + 1, all, mean_v, d);
+    }
+}
+
+/* What this header has, into a level's table. */
+static void fill_lanes(hsri_sparse_kernels *k)
+{
+    k->score_minmax = score_minmax;
+    k->score_gaussian = score_gaussian;
+    k->score_mean = score_mean;
+    k->score_keys = score_keys;
+    k->rotate = rotate;
+    k->sum = sum_floats;
+    k->add_scaled = add_scaled;
+    k->add_means = add_means;
+}
+
+#endif

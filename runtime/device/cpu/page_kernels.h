@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Kernels of encoded pages (docs/kv-formats.md): the member `page` of hsri_kernels. formats_ref.c fills every entry; x86/formats_*.c
+ * overwrite what their level does better. The rules of kernels.h hold here, too. */
+#ifndef HSRI_CPU_PAGE_KERNELS_H
+#define HSRI_CPU_PAGE_KERNELS_H
+
+#include <stdint.h>
+
+#include "device/kv_format.h"
+
+/* Attention of some queries to the same units of encoded pages, all of them visible. Units of one page are neighbours, ascending. */
+typedef struct hsri_units_args {
+    const uint8_t *const *slots;    /* [n_units]: the page that unit i is part of */
+    const uint8_t  *units;          /* [n_units]: which of its units, 0..3 */
+    uint32_t        n_units;        /* at most HSRI_UNITS_MAX */
+    uint32_t        head_dim;
+    float           scale;
+    uint32_t        n_queries;      /* at most HSRI_ATTEND_MAX_QUERIES */
+    const float    *const *queries; /* [n_queries] -> float[d] */
+    const float    *const *rotated; /* the same in the calibrated basis; int8 does not look at them */
+    float          *const *partials;/* [n_queries] -> { m, l, o[d] } */
+    float          *scratch;        /* HSRI_UNITS_SCRATCH floats, 64-byte aligned */
+    hsri_calibration_record calibration;
+} hsri_units_args;
+
+#define HSRI_UNITS_MAX 64u          /* a dense group */
+/* Scores of all queries; the codes of one page as floats, keys or values; scales, means and scaled queries. */
+#define HSRI_UNITS_SCRATCH \
+    (HSRI_ATTEND_MAX_QUERIES * HSRI_UNITS_MAX * HSRI_UNIT_TOKENS + (HSRI_PAGE_TOKENS + 16u) * HSRI_ATTEND_MAX_HEAD_DIM)
+
+/* Floats of work space of `encode`. */
+static inline uint64_t hsri_encode_scratch(uint32_t d) { return 4ull * HSRI_PAGE_TOKENS * d + 8ull * d; }
+
+typedef struct hsri_page_kernels {
+    /* slot's body, and what the header has about it (error, k_scale, v_scale and what follows), from k[64][d] and v[64][d] */
+    void (*encode[HSRI_N_KV_FORMATS])(uint8_t *slot, hsri_page_header *header, uint32_t d, const float *k, const float *v,
+                                      const hsri_calibration_record *calibration, float *scratch);
+    void (*attend[HSRI_N_KV_FORMATS])(const hsri_units_args *a);
+} hsri_page_kernels;
+
+/* The entries of plain formats stay NULL. */
+void hsri_page_kernels_fill(hsri_page_kernels *k, int32_t isa);
+
+void hsri_page_kernels_fill_ref(hsri_page_kernels *k);
+void hsri_page_kernels_fill_avx2(hsri_page_kernels *k);    /* x86/formats_avx2.c */
+void hsri_page_kernels_fill_avx512(hsri_page_kernels *k);  /* x86/formats_avx512.c */
+
+#endif

@@ -1,0 +1,772 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Rotating queries and choosing what they attend (docs/sparse-attention.md). `select` goes through its picks in batches that fit the
+ * scratch, and each batch through these loops:
+ *
+ *   score    masses of all selectable units, for each voting row and head; items are chunks of HSRI_SCORE_PAGES pages
+ *   choose   normalisers, worth of slices, the best of them, the list, the covered share; items are kv heads of picks
+ *   weigh    masses and mean values of what was not chosen; items are spans of pages
+ *   finish   their sums: the virtual tokens
+ *
+ * Chunks and spans begin at the first selectable page, whoever computes them, and their sums are added in order. So neither threads nor
+ * what else is in the batch changes a bit. */
+#include "device/cpu/pages.h"
+#include "device/cpu/sparse_select.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/array.h"
+#include "base/rng.h"
+
+#define BATCH_VOTES (HSRI_PICK_ROWS / HSRI_PICK_STRIDE)   /* a whole prompt run, or as many decode rows */
+#define SPAN_CHUNKS 4u
+#define SPAN_PAGES (SPAN_CHUNKS * HSRI_SCORE_PAGES)
+#define CHUNK_UNITS (HSRI_SCORE_PAGES * HSRI_PAGE_UNITS)
+
+/* A mass at its limit says that the head's reference is too low for this chunk. It is raised by less than the range of masses, so that what
+ * was at the limit stays in sight; after so many times, logits are no numbers to attend by. */
+#define RAISE 64.0f
+#define MAX_RAISES 128u
+
+/* Estimates for one thread. */
+#define UNIT_NS 5u                     /* to score a unit for one head */
+#define CHOOSE_NS 3u                   /* to weigh a unit against the others */
+
+static uint8_t *slab_at(uint8_t *pool, uint32_t slab)
+{
+    return pool + (uint64_t)(slab >> 8) * HSRI_BLOCK_BYTES + (uint64_t)(slab & 0xFF) * HSRI_SLAB_BYTES;
+}
+
+/* ---- rotating ---- */
+
+typedef struct rotate_job {
+    const hsri_cpu_device *dev;
+    const hsri_kv_view *kv;
+    const float        *queries;
+    float              *rotated;
+    uint32_t            layer, n_heads;
+} rotate_job;
+
+/* An item is one (row, head). */
+static void rotate_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const rotate_job *job = arg;
+    uint32_t          d = job->kv->head_dim, heads_per_kv = job->n_heads / job->kv->n_kv_heads;
+
+    (void)worker;
+    for (uint64_t i = first; i < end; i++) {
+        hsri_calibration_record record = hsri_cpu_calibration(job->dev, job->kv, job->layer, (uint32_t)(i % job->n_heads) / heads_per_kv);
+
+        job->dev->kernels.sparse.rotate(record.b, job->queries + i * d, d, job->rotated + i * d);
+    }
+}
+
+static void cpu_rotate(hsri_queue *q, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, uint32_t n_rows, hsri_ref queries,
+                       hsri_ref rotated)
+{
+    hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
+    uint64_t         n = (uint64_t)n_rows * n_heads;
+    rotate_job       job = { dev, kv, hsri_cpu_floats(dev, queries, n * kv->head_dim), hsri_cpu_floats(dev, rotated, n * kv->head_dim), layer,
+                             n_heads };
+
+    assert(kv->calibration.buf != 0);
+    hsri_cpu_run_items(dev, n, n * kv->head_dim * kv->head_dim / 8, rotate_run, &job);
+}
+
+/* ---- indexing ---- */
+
+void hsri_cpu_index_page(const hsri_cpu_device *dev, const hsri_kv_view *kv, const hsri_seal *seal, const float *k, const float *v,
+                         float *scratch)
+{
+    const hsri_index_shape *shape = &seal->index_shape;
+    hsri_calibration_record calibration = hsri_cpu_calibration(dev, kv, seal->layer, seal->head);
+    uint8_t                *pool = hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0);
+
+    assert(shape->kind != HSRI_INDEX_SKETCH || calibration.a);
+    dev->kernels.sparse.encode(shape, &calibration, k, v, slab_at(pool, seal->slab) + (uint64_t)(seal->page % shape->per_slab) * shape->entry_bytes,
+                               scratch);
+}
+
+/* ---- what a batch of picks works with ---- */
+
+typedef struct pick_state {
+    const hsri_seq    *seq;
+    const hsri_sparse *settings;
+    uint32_t pick;                     /* index among all */
+    uint32_t row, n_rows, n_votes;
+    uint32_t first_page, n_pages;      /* selectable */
+    uint32_t n_chunks;
+    uint32_t first_vote;               /* within the batch */
+    bool     scored;                   /* there are masses, exact or estimated */
+    bool     virtual_tokens;
+} pick_state;
+
+typedef struct select_job {
+    const hsri_cpu_device *dev;
+    const hsri_row    *rows;
+    const hsri_kv_view *kv;
+    const float       *queries, *rotated, *acc;
+    uint32_t          *units, *counts;
+    float             *virtual_part, *covered;
+    uint32_t           layer, n_heads, heads_per_kv, stride;
+    float              scale;
+    pick_state         picks[BATCH_VOTES];
+    uint32_t           n_picks;
+    /* The scratch, in steps of the longest sequence of the batch. */
+    uint64_t           max_units, max_chunks, max_spans;
+    float             *mass;           /* [vote][head][units] */
+    float             *sums;           /* [vote][head][chunks] of the masses */
+    float             *raised;         /* [vote][head][chunks]: by how much the reference was raised */
+    float             *worth;          /* [pick][kv head][units] */
+    uint32_t          *work;           /* [pick][kv head][units] */
+    float             *means;          /* [pick][head][spans]{ mass, value[d] } */
+    uint8_t           *chosen;         /* [pick][kv head][pages], a bit for each unit */
+} select_job;
+
+static uint64_t scratch_floats(uint64_t n_votes, uint64_t n_heads, uint64_t n_kv_heads, uint64_t head_dim, uint64_t n_pages)
+{
+    uint64_t n_units = n_pages * HSRI_PAGE_UNITS, n_chunks = hsri_div_up(n_pages, HSRI_SCORE_PAGES), n_spans = hsri_div_up(n_pages, SPAN_PAGES);
+
+    return n_votes * (n_heads * (n_units + 2 * n_chunks + n_spans * (1 + head_dim)) + n_kv_heads * (2 * n_units + hsri_div_up(n_pages, 4)));
+}
+
+uint64_t hsri_select_scratch(uint32_t n_votes, uint32_t n_picks, uint32_t n_heads, uint32_t n_kv_heads, uint32_t head_dim, uint32_t n_pages)
+{
+    (void)n_picks;
+    return scratch_floats(hsri_min(n_votes, BATCH_VOTES), n_heads, n_kv_heads, head_dim, n_pages) * sizeof(float);
+}
+
+/* Cut the scratch for the batch's votes and its longest sequence. */
+static void place_scratch(select_job *job, float *scratch, uint32_t n_votes, uint32_t max_pages)
+{
+    uint64_t rows = (uint64_t)n_votes * job->n_heads, lists = (uint64_t)n_votes * job->kv->n_kv_heads;
+
+    job->max_units = (uint64_t)max_pages * HSRI_PAGE_UNITS;
+    job->max_chunks = hsri_div_up(max_pages, HSRI_SCORE_PAGES);
+    job->max_spans = hsri_div_up(max_pages, SPAN_PAGES);
+    job->mass = scratch;
+    job->sums = job->mass + rows * job->max_units;
+    job->raised = job->sums + rows * job->max_chunks;
+    job->means = job->raised + rows * job->max_chunks;
+    job->worth = job->means + rows * job->max_spans * (1 + job->kv->head_dim);
+    job->work = (uint32_t *)(job->worth + lists * job->max_units);
+    job->chosen = (uint8_t *)(job->work + lists * job->max_units);
+}
+
+static uint32_t row_of_vote(const pick_state *p, uint32_t vote) { return p->row + vote * HSRI_PICK_STRIDE; }
+
+/* Where the masses of a head in a vote begin, and its chunks. */
+static uint64_t mass_at(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
+{
+    return ((uint64_t)(p->first_vote + vote) * job->n_heads + head) * job->max_units;
+}
+
+static uint64_t chunk_at(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
+{
+    return ((uint64_t)(p->first_vote + vote) * job->n_heads + head) * job->max_chunks;
+}
+
+static uint64_t list_at(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    return (uint64_t)p->first_vote * job->kv->n_kv_heads + kv_head;
+}
+
+/* Log of the mass that a head reads exactly; NaN if there is none or it is not a number. */
+static float reference_of(const select_job *job, uint32_t row, uint32_t head)
+{
+    const float *acc = job->acc + ((uint64_t)row * job->n_heads + head) * (2 + job->kv->head_dim);
+    float        reference = acc[0] + logf(acc[1]);
+
+    return isfinite(reference) ? reference : NAN;
+}
+
+static const uint8_t *entry_at(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page)
+{
+    const uint32_t *slabs = hsri_cpu_at(job->dev, seq->index, 0);
+    uint32_t        slab = slabs[((uint64_t)(page / seq->index_shape.per_slab) * job->kv->n_layers + job->layer) * job->kv->n_kv_heads + kv_head];
+
+    return slab_at(hsri_cpu_at(job->dev, (hsri_ref){ .buf = job->kv->pool_buf }, 0), slab) +
+           (uint64_t)(page % seq->index_shape.per_slab) * seq->index_shape.entry_bytes;
+}
+
+/* Entries of n selectable pages from `first` on; without an index they stay unset. */
+static void find_entries(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t first, uint32_t n, const uint8_t **entries)
+{
+    for (uint32_t i = 0; i < n && p->seq->index_shape.kind != HSRI_INDEX_NONE; i++)
+        entries[i] = entry_at(job, p->seq, kv_head, p->first_page + first + i);
+}
+
+/* ---- score ---- */
+
+/* What estimates the masses, whatever ranks the slices. */
+static hsri_score_fn score_of(const hsri_sparse_kernels *kernels, uint32_t selector)
+{
+    switch (selector) {
+    case HSRI_SELECT_SKETCH:
+    case HSRI_SELECT_CLUSTER:  return kernels->score_sketch;
+    case HSRI_SELECT_MINMAX:   return kernels->score_minmax;
+    case HSRI_SELECT_GAUSSIAN: return kernels->score_gaussian;
+    default:                   return kernels->score_mean;
+    }
+}
+
+/* A chunk of pages, as the scoring functions of this file pass it on. */
+typedef struct chunk {
+    const pick_state *pick;
+    uint32_t kv_head, index, first, n_pages;   /* first: among the selectable pages */
+    const uint8_t *entries[HSRI_SCORE_PAGES];
+    hsri_calibration_record calibration;
+    float   *scratch;
+} chunk;
+
+/* Page by page: there is room for the numbers of one. */
+static void score_exactly(const select_job *job, const chunk *c, hsri_score_args a)
+{
+    const hsri_seq *seq = c->pick->seq;
+    hsri_page_table pages = hsri_sealed_pages(job->dev, job->kv, seq, job->layer, c->kv_head);
+    const float    *keys = c->scratch;
+    float          *values = c->scratch + (uint64_t)HSRI_PAGE_TOKENS * job->kv->head_dim;
+
+    a.n_pages = 1;
+    for (uint32_t i = 0; i < c->n_pages; i++, a.mass += HSRI_PAGE_UNITS) {
+        hsri_cpu_page_decode(&job->dev->kernels, seq->format, hsri_page_at(&pages, c->pick->first_page + c->first + i), job->kv->head_dim,
+                             &c->calibration, c->scratch, values);
+        job->dev->kernels.sparse.score_keys(&a, &keys);
+    }
+}
+
+static void score_heads(const select_job *job, const chunk *c, const hsri_score_args *a)
+{
+    uint32_t selector = c->pick->settings->selector;
+
+    if (selector == HSRI_SELECT_ORACLE)
+        score_exactly(job, c, *a);
+    else
+        score_of(&job->dev->kernels.sparse, selector)(a);
+}
+
+static bool at_limit(const float *mass, uint32_t n)
+{
+    float most = 0.0f;
+
+    for (uint32_t i = 0; i < n; i++)
+        most = mass[i] > most ? mass[i] : most;
+    return most >= HSRI_MASS_MAX;
+}
+
+/* Score one head again, and again, until its masses are within their range; returns by how much the reference was raised. */
+static float score_raised(const select_job *job, const chunk *c, hsri_score_args a, uint32_t head)
+{
+    float reference = a.reference[head], raised = 0.0f;
+
+    a.queries += (uint64_t)head * job->kv->head_dim;
+    a.rotated += a.rotated ? (uint64_t)head * job->kv->head_dim : 0;
+    a.mass += head * a.mass_stride;
+    a.n_heads = 1;
+    a.reference = &reference;
+    for (uint32_t i = 0; i < MAX_RAISES && at_limit(a.mass, c->n_pages * HSRI_PAGE_UNITS); i++) {
+        raised += RAISE;
+        reference += RAISE;
+        score_heads(job, c, &a);
+    }
+    return raised;
+}
+
+static void score_vote(const select_job *job, const chunk *c, uint32_t vote)
+{
+    const pick_state *p = c->pick;
+    uint32_t          row = row_of_vote(p, vote), d = job->kv->head_dim, head = c->kv_head * job->heads_per_kv;
+    uint64_t          at = ((uint64_t)row * job->n_heads + head) * d, mass = mass_at(job, p, vote, head) + c->first * HSRI_PAGE_UNITS;
+    uint64_t          chunks = chunk_at(job, p, vote, head) + c->index;
+    float             references[HSRI_ATTEND_MAX_QUERIES];
+    hsri_score_args   a = { .entries = c->entries, .n_pages = c->n_pages, .shape = &p->seq->index_shape, .scale = job->scale,
+                            .reference = references, .mean_k = p->seq->index_shape.kind == HSRI_INDEX_SKETCH ? c->calibration.mean_k : NULL,
+                            .mass_stride = job->max_units };
+
+    for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
+        a.n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
+        a.queries = job->queries + at + (uint64_t)h0 * d;
+        a.rotated = job->rotated ? job->rotated + at + (uint64_t)h0 * d : NULL;
+        a.mass = job->mass + mass + h0 * job->max_units;
+        for (uint32_t h = 0; h < a.n_heads; h++)
+            references[h] = reference_of(job, row, head + h0 + h);
+        score_heads(job, c, &a);
+        for (uint32_t h = 0; h < a.n_heads; h++) {
+            job->raised[chunks + (h0 + h) * job->max_chunks] = score_raised(job, c, a, h);
+            job->sums[chunks + (h0 + h) * job->max_chunks] =
+                job->dev->kernels.sparse.sum(a.mass + h * a.mass_stride, (uint64_t)c->n_pages * HSRI_PAGE_UNITS);
+        }
+    }
+}
+
+/* Which pick item i belongs to, when each has `per_pick(p)` of them; i becomes the number within it. */
+static const pick_state *find_pick(const select_job *job, uint64_t *i, uint64_t (*per_pick)(const select_job *, const pick_state *))
+{
+    const pick_state *p = job->picks;
+
+    while (*i >= per_pick(job, p))
+        *i -= per_pick(job, p++);
+    return p;
+}
+
+static uint64_t all_items(const select_job *job, uint64_t (*per_pick)(const select_job *, const pick_state *))
+{
+    uint64_t n = 0;
+
+    for (uint32_t i = 0; i < job->n_picks; i++)
+        n += per_pick(job, &job->picks[i]);
+    return n;
+}
+
+static uint64_t score_items(const select_job *job, const pick_state *p) { return p->scored ? (uint64_t)job->kv->n_kv_heads * p->n_chunks : 0; }
+
+static void score_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const select_job *job = arg;
+
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t i = item;
+        chunk    c = { .pick = find_pick(job, &i, score_items), .scratch = hsri_cpu_scratch(job->dev, worker) };
+
+        c.kv_head = (uint32_t)(i / c.pick->n_chunks);
+        c.index = (uint32_t)(i % c.pick->n_chunks);
+        c.first = c.index * HSRI_SCORE_PAGES;
+        c.n_pages = (uint32_t)hsri_min(HSRI_SCORE_PAGES, c.pick->n_pages - c.first);
+        c.calibration = hsri_cpu_calibration(job->dev, job->kv, job->layer, c.kv_head);
+        find_entries(job, c.pick, c.kv_head, c.first, c.n_pages, c.entries);
+        for (uint32_t vote = 0; vote < c.pick->n_votes; vote++)
+            score_vote(job, &c, vote);
+    }
+}
+
+/* ---- choose ---- */
+
+/* How the masses of one head of a vote compare: those of chunk i times exp(raised[i] - top) are in one measure, in which all of them and the
+ * exact mass are `all` together. A head that is not a number has all = NaN. */
+typedef struct measure {
+    const float *mass, *sums, *raised;
+    float  top;
+    double all, exact;
+} measure;
+
+static float chunk_factor(const measure *m, uint32_t i) { return m->raised[i] == m->top ? 1.0f : expf(m->raised[i] - m->top); }
+
+static measure measure_of(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
+{
+    uint64_t at = chunk_at(job, p, vote, head);
+    measure  m = { job->mass + mass_at(job, p, vote, head), job->sums + at, job->raised + at, 0.0f, 0.0, 0.0 };
+
+    for (uint32_t i = 0; i < p->n_chunks; i++)
+        m.top = m.raised[i] > m.top ? m.raised[i] : m.top;
+    m.exact = isnan(reference_of(job, row_of_vote(p, vote), head)) ? (double)NAN : exp(-(double)m.top);
+    m.all = m.exact;
+    for (uint32_t i = 0; i < p->n_chunks; i++)
+        m.all += (double)(m.sums[i] * chunk_factor(&m, i));
+    return m;
+}
+
+/* Worth of each unit: its probability, summed over the voting rows and the heads of the group. */
+static void weigh_units(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth)
+{
+    memset(worth, 0, (uint64_t)p->n_pages * HSRI_PAGE_UNITS * sizeof *worth);
+    for (uint32_t vote = 0; vote < p->n_votes && p->scored; vote++) {
+        for (uint32_t h = 0; h < job->heads_per_kv; h++) {
+            measure m = measure_of(job, p, vote, kv_head * job->heads_per_kv + h);
+
+            for (uint32_t i = 0; i < p->n_chunks && m.all > 0.0; i++) {
+                uint64_t at = (uint64_t)i * CHUNK_UNITS, n = hsri_min(CHUNK_UNITS, (uint64_t)p->n_pages * HSRI_PAGE_UNITS - at);
+
+                job->dev->kernels.sparse.add_scaled(worth + at, (float)(chunk_factor(&m, i) / m.all), m.mass + at, n);
+            }
+        }
+    }
+}
+
+/* Worth of each coarse block that mean keys speak for: what all its tokens would be worth at the block's mean logit. Units of all but the
+ * best blocks lose their worth. */
+static void keep_coarse(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth, uint32_t *work)
+{
+    uint32_t size = p->settings->coarse_pages ? p->settings->coarse_pages : 1, block0 = p->first_page / size;
+    uint32_t n_blocks = (p->first_page + p->n_pages - 1) / size - block0 + 1, end = p->first_page + p->n_pages;
+    float   *blocks = (float *)work;
+    hsri_top top;
+
+    for (uint32_t b = 0; b < n_blocks; b++) {
+        uint32_t first = (uint32_t)hsri_max((block0 + b) * size, p->first_page) - p->first_page;
+        uint32_t last = (uint32_t)hsri_min((uint64_t)(block0 + b + 1) * size, end) - p->first_page;
+
+        blocks[b] = 0.0f;
+        for (uint32_t vote = 0; vote < p->n_votes; vote++) {
+            for (uint32_t h = 0; h < job->heads_per_kv; h++) {
+                measure m = measure_of(job, p, vote, kv_head * job->heads_per_kv + h);
+                float   logs = 0.0f;
+
+                for (uint32_t i = first; i < last; i++)
+                    logs += logf(m.mass[i * HSRI_PAGE_UNITS] * chunk_factor(&m, i / HSRI_SCORE_PAGES));
+                logs = expf(logs / (float)(last - first));
+                blocks[b] += m.all > 0.0 ? (float)((last - first) * HSRI_PAGE_UNITS * (logs / m.all)) : 0.0f;
+            }
+        }
+    }
+    top = hsri_top_of(blocks, n_blocks, p->settings->top_coarse, work + n_blocks);
+    for (uint32_t b = 0; b < n_blocks; b++) {
+        uint32_t first = (uint32_t)hsri_max((block0 + b) * size, p->first_page) - p->first_page;
+        uint32_t last = (uint32_t)hsri_min((uint64_t)(block0 + b + 1) * size, end) - p->first_page;
+
+        if (!hsri_top_takes(&top, blocks[b]))
+            for (uint32_t u = first * HSRI_PAGE_UNITS; u < last * HSRI_PAGE_UNITS; u++)
+                worth[u] = HSRI_NO_WORTH;
+    }
+}
+
+/* Forced pages are chosen whole, and units of them no longer compete. */
+static void choose_forced(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth, uint8_t *chosen)
+{
+    const hsri_sparse *s = p->settings;
+    const uint32_t    *forced = s->n_forced ? hsri_cpu_at(job->dev, s->forced, 0) : NULL;
+
+    memset(chosen, 0, p->n_pages);
+    if (!forced)
+        return;
+    forced += ((uint64_t)job->layer * job->kv->n_kv_heads + kv_head) * s->n_forced;
+    for (uint32_t i = 0; i < s->n_forced; i++) {
+        uint32_t page = forced[i] - p->first_page;
+
+        if (forced[i] < p->first_page || page >= p->n_pages)
+            continue;
+        chosen[page] = (1u << HSRI_PAGE_UNITS) - 1;
+        for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++)
+            worth[page * HSRI_PAGE_UNITS + u] = HSRI_NO_WORTH;
+    }
+}
+
+/* Units [*first, *end) of slice i, among the selectable ones. Slices lie at multiples of their size in the sequence. */
+static uint32_t slice_span(const pick_state *p, uint32_t size, uint32_t i, uint32_t *end)
+{
+    uint32_t unit0 = p->first_page * HSRI_PAGE_UNITS, n = p->n_pages * HSRI_PAGE_UNITS, slice0 = unit0 / size;
+    uint64_t first = (uint64_t)(slice0 + i) * size, last = first + size;
+
+    *end = (uint32_t)hsri_min(last - unit0, n);
+    return first > unit0 ? (uint32_t)(first - unit0) : 0;
+}
+
+static uint32_t count_slices(const pick_state *p, uint32_t size)
+{
+    uint32_t unit0 = p->first_page * HSRI_PAGE_UNITS, unit1 = unit0 + p->n_pages * HSRI_PAGE_UNITS;
+
+    return (unit1 + size - 1) / size - unit0 / size;
+}
+
+/* Worth of slices in place of that of units, which it overwrites: a slice never lies behind its first unit. A slice is worth what those of
+ * its units are that still compete; nothing if none does. */
+static void weigh_slices(const pick_state *p, uint32_t size, uint32_t n_slices, float *worth)
+{
+    for (uint32_t i = 0; i < n_slices && size > 1; i++) {
+        uint32_t end, u = slice_span(p, size, i, &end);
+        float    sum = HSRI_NO_WORTH;
+
+        for (; u < end; u++)
+            if (worth[u] >= 0.0f)
+                sum = (sum >= 0.0f ? sum : 0.0f) + worth[u];
+        worth[i] = sum;
+    }
+}
+
+static void draw_slices(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t n_slices, float *worth)
+{
+    uint64_t row = job->rows[p->row].pos, stream = (row * job->kv->n_layers + job->layer) * job->kv->n_kv_heads + kv_head;
+
+    for (uint32_t i = 0; i < n_slices; i++)
+        if (worth[i] >= 0.0f)
+            worth[i] = (float)hsri_rng_unit(p->settings->seed, stream << 24 | i);
+}
+
+/* How many units may be chosen, and the size of the slices they come in. */
+static uint32_t budget_of(const pick_state *p, uint32_t *size)
+{
+    const hsri_sparse *s = p->settings;
+    uint64_t           budget = s->budget_units;
+
+    *size = s->slice_units ? s->slice_units : 1;
+    if (s->ratio > 0.0f)
+        budget = hsri_max(budget, (uint64_t)ceil((double)s->ratio * p->n_pages * HSRI_PAGE_UNITS));
+    if (s->selector == HSRI_SELECT_CLASSIC) {
+        *size = s->fine_units ? s->fine_units : 1;
+        budget = hsri_min(budget, (uint64_t)s->top_fine * *size);
+    }
+    return s->selector == HSRI_SELECT_HISTORY ? 0 : (uint32_t)hsri_min(budget, (uint64_t)p->n_pages * HSRI_PAGE_UNITS);
+}
+
+static void choose_slices(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth, uint32_t *work, uint8_t *chosen)
+{
+    uint32_t size, budget = budget_of(p, &size), n_slices = count_slices(p, size);
+    bool     all = budget >= p->n_pages * HSRI_PAGE_UNITS;
+    hsri_top top;
+
+    if (p->settings->selector == HSRI_SELECT_CLASSIC && !all)
+        keep_coarse(job, p, kv_head, worth, work);
+    weigh_slices(p, size, n_slices, worth);
+    if (p->settings->selector == HSRI_SELECT_RANDOM)
+        draw_slices(job, p, kv_head, n_slices, worth);
+    top = hsri_top_of(worth, n_slices, all ? n_slices : budget / size, work);
+    for (uint32_t i = 0; i < n_slices; i++) {
+        uint32_t end, u;
+
+        if (!hsri_top_takes(&top, worth[i]))
+            continue;
+        for (u = slice_span(p, size, i, &end); u < end; u++)
+            chosen[u / HSRI_PAGE_UNITS] |= (uint8_t)(1u << u % HSRI_PAGE_UNITS);
+    }
+}
+
+static uint32_t write_list(const select_job *job, const pick_state *p, const uint8_t *chosen, uint32_t *units)
+{
+    uint32_t n = 0;
+
+    for (uint32_t page = 0; page < p->n_pages; page++)
+        for (uint32_t bits = chosen[page]; bits; bits &= bits - 1) {
+            assert(n < job->stride);
+            units[n++] = (p->first_page + page) * HSRI_PAGE_UNITS + (uint32_t)__builtin_ctz(bits);
+        }
+    (void)job;
+    return n;
+}
+
+static void write_covered(const select_job *job, const pick_state *p, uint32_t kv_head, const uint32_t *units, uint32_t n)
+{
+    for (uint32_t vote = 0; vote < p->n_votes; vote++) {
+        for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
+            float *covered = job->covered + (uint64_t)row_of_vote(p, vote) * job->n_heads + h;
+            double seen;
+            measure m;
+
+            *covered = n == p->n_pages * HSRI_PAGE_UNITS ? 1.0f : NAN;
+            if (*covered == 1.0f || !p->scored)
+                continue;
+            m = measure_of(job, p, vote, h);
+            seen = m.exact;
+            for (uint32_t i = 0; i < n; i++) {
+                uint32_t u = units[i] - p->first_page * HSRI_PAGE_UNITS;
+
+                seen += (double)(m.mass[u] * chunk_factor(&m, u / CHUNK_UNITS));
+            }
+            *covered = (float)(seen / m.all);
+        }
+    }
+}
+
+static uint64_t choose_items(const select_job *job, const pick_state *p) { (void)p; return job->kv->n_kv_heads; }
+
+static void choose_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const select_job *job = arg;
+
+    (void)worker;
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t          i = item;
+        const pick_state *p = find_pick(job, &i, choose_items);
+        uint32_t          kv_head = (uint32_t)i;
+        uint64_t          list = (uint64_t)p->pick * job->kv->n_kv_heads + kv_head, at = list_at(job, p, kv_head) * job->max_units;
+        uint32_t         *units = job->units + list * job->stride;
+        uint8_t          *chosen = job->chosen + at / HSRI_PAGE_UNITS;
+
+        if (p->n_pages) {
+            weigh_units(job, p, kv_head, job->worth + at);
+            choose_forced(job, p, kv_head, job->worth + at, chosen);
+            choose_slices(job, p, kv_head, job->worth + at, job->work + at, chosen);
+        }
+        job->counts[list] = write_list(job, p, chosen, units);
+        write_covered(job, p, kv_head, units, job->counts[list]);
+    }
+}
+
+/* ---- weigh and finish: virtual tokens ---- */
+
+static uint64_t weigh_items(const select_job *job, const pick_state *p)
+{
+    return p->virtual_tokens ? (uint64_t)job->kv->n_kv_heads * hsri_div_up(p->n_pages, SPAN_PAGES) : 0;
+}
+
+/* Sums of a span of one head: { mass, value[d] }. */
+static float *means_at(const select_job *job, const pick_state *p, uint32_t head, uint32_t span)
+{
+    return job->means + (((uint64_t)p->first_vote * job->n_heads + head) * job->max_spans + span) * (1 + job->kv->head_dim);
+}
+
+/* Mass of each page's units that were not chosen, in the head's measure. */
+static void rest_of_pages(const pick_state *p, const measure *m, const uint8_t *chosen, uint32_t first, uint32_t n, float *rest)
+{
+    (void)p;
+    for (uint32_t i = 0; i < n; i++) {
+        const float *mass = m->mass + (uint64_t)(first + i) * HSRI_PAGE_UNITS;
+        float        sum = 0.0f;
+
+        for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++)
+            sum += chosen[first + i] >> u & 1 ? 0.0f : mass[u];
+        rest[i] = sum * chunk_factor(m, (first + i) / HSRI_SCORE_PAGES);
+    }
+}
+
+static void weigh_span(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t span)
+{
+    uint32_t       first = span * SPAN_PAGES, n = (uint32_t)hsri_min(SPAN_PAGES, p->n_pages - first);
+    const uint8_t *entries[SPAN_PAGES], *chosen = job->chosen + list_at(job, p, kv_head) * job->max_units / HSRI_PAGE_UNITS;
+    bool           sketch = p->seq->index_shape.kind == HSRI_INDEX_SKETCH;
+    float          rest[SPAN_PAGES];
+
+    find_entries(job, p, kv_head, first, n, entries);
+    for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
+        measure m = measure_of(job, p, 0, h);
+        float  *out = means_at(job, p, h, span);
+
+        memset(out, 0, (1 + job->kv->head_dim) * sizeof *out);
+        rest_of_pages(p, &m, chosen, first, n, rest);
+        job->dev->kernels.sparse.add_means(entries, n, &p->seq->index_shape,
+                                           sketch ? hsri_cpu_calibration(job->dev, job->kv, job->layer, kv_head).mean_v : NULL, 1, rest, n, out);
+    }
+}
+
+static void weigh_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const select_job *job = arg;
+
+    (void)worker;
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t          i = item;
+        const pick_state *p = find_pick(job, &i, weigh_items);
+        uint32_t          n_spans = (uint32_t)hsri_div_up(p->n_pages, SPAN_PAGES);
+
+        weigh_span(job, p, (uint32_t)(i / n_spans), (uint32_t)(i % n_spans));
+    }
+}
+
+/* A partial of mass exp(m), l = 1; empty if nothing was left over. */
+static void finish_head(const select_job *job, const pick_state *p, uint32_t head)
+{
+    uint32_t d = job->kv->head_dim, n_spans = (uint32_t)hsri_div_up(p->n_pages, SPAN_PAGES);
+    float   *part = job->virtual_part + ((uint64_t)p->row * job->n_heads + head) * (2 + d), mass;
+
+    memset(part, 0, (2 + d) * sizeof *part);
+    for (uint32_t i = 0; i < n_spans; i++)
+        job->dev->kernels.sparse.add_scaled(part + 1, 1.0f, means_at(job, p, head, i), 1 + d);
+    mass = part[1];
+    if (mass > 0.0f) {
+        part[0] = reference_of(job, p->row, head) + measure_of(job, p, 0, head).top + logf(mass);
+        part[1] = 1.0f;
+        for (uint32_t j = 0; j < d; j++)
+            part[2 + j] /= mass;
+    } else {
+        memset(part, 0, (2 + d) * sizeof *part);
+        part[0] = -INFINITY;
+    }
+}
+
+static uint64_t finish_items(const select_job *job, const pick_state *p) { return p->virtual_tokens ? job->n_heads : 0; }
+
+static void finish_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const select_job *job = arg;
+
+    (void)worker;
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t          i = item;
+        const pick_state *p = find_pick(job, &i, finish_items);
+
+        finish_head(job, p, (uint32_t)i);
+    }
+}
+
+/* ---- picks in batches ---- */
+
+/* Outputs of rows that nothing else writes: no virtual tokens, unknown cover. */
+static void clear_rows(const select_job *job, const pick_state *p)
+{
+    uint32_t d = job->kv->head_dim;
+
+    for (uint64_t i = (uint64_t)p->row * job->n_heads; i < (uint64_t)(p->row + p->n_rows) * job->n_heads; i++) {
+        memset(job->virtual_part + i * (2 + d), 0, (2 + d) * sizeof(float));
+        job->virtual_part[i * (2 + d)] = -INFINITY;
+        job->covered[i] = NAN;
+    }
+}
+
+static pick_state describe_pick(const select_job *job, const hsri_seq *seqs, const hsri_sparse *settings, const hsri_pick *picks, uint32_t i)
+{
+    uint32_t   seq = job->rows[picks[i].row].seq, page = job->rows[picks[i].row].pos / HSRI_PAGE_TOKENS;
+    pick_state p = { .seq = &seqs[seq], .settings = &settings[seq], .pick = i, .row = picks[i].row, .n_rows = picks[i].n_rows,
+                     .n_votes = (uint32_t)hsri_div_up(picks[i].n_rows, HSRI_PICK_STRIDE) };
+    bool       index = p.seq->index_shape.kind != HSRI_INDEX_NONE;
+
+    p.first_page = p.seq->sink_pages;
+    p.n_pages = page + 1 > p.seq->window_pages + p.first_page ? page + 1 - p.seq->window_pages - p.first_page : 0;
+    p.n_chunks = (uint32_t)hsri_div_up(p.n_pages, HSRI_SCORE_PAGES);
+    p.scored = index || p.settings->selector == HSRI_SELECT_ORACLE;
+    /* Bounds are no estimates: virtual tokens would weigh far too much. */
+    p.virtual_tokens = p.n_rows == 1 && p.n_pages > 0 && index && (p.settings->flags & HSRI_SPARSE_VIRTUAL) &&
+                       p.settings->selector != HSRI_SELECT_MINMAX;
+    return p;
+}
+
+static uint64_t score_cost(const select_job *job)
+{
+    uint64_t n = 0;
+
+    for (uint32_t i = 0; i < job->n_picks; i++)
+        n += job->picks[i].scored ? (uint64_t)job->picks[i].n_pages * HSRI_PAGE_UNITS * job->picks[i].n_votes : 0;
+    return n * job->n_heads * UNIT_NS;
+}
+
+static void run_batch(hsri_cpu_device *dev, const select_job *job)
+{
+    uint64_t n_units = job->max_units * job->n_picks, weighing = all_items(job, weigh_items);
+
+    hsri_cpu_run_items(dev, all_items(job, score_items), score_cost(job), score_run, job);
+    hsri_cpu_run_items(dev, all_items(job, choose_items), n_units * job->kv->n_kv_heads * CHOOSE_NS, choose_run, job);
+    hsri_cpu_run_items(dev, weighing, weighing * job->heads_per_kv * SPAN_PAGES * job->kv->head_dim / 16, weigh_run, job);
+    hsri_cpu_run_items(dev, all_items(job, finish_items), weighing * job->heads_per_kv * job->kv->head_dim / 4, finish_run, job);
+}
+
+static void cpu_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                       hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, hsri_ref scratch,
+                       const hsri_lists *lists)
+{
+    hsri_cpu_device   *dev = (hsri_cpu_device *)q->dev;
+    uint64_t           n = (uint64_t)batch->n_rows * n_heads;
+    const hsri_seq    *seqs = hsri_cpu_at(dev, batch->seqs, batch->n_seqs * sizeof *seqs);
+    const hsri_sparse *settings = hsri_cpu_at(dev, sparse, batch->n_seqs * sizeof *settings);
+    const hsri_pick   *all = hsri_cpu_at(dev, picks, lists->n_picks * sizeof *all);
+    select_job         job = { .dev = dev, .rows = hsri_cpu_at(dev, batch->rows, batch->n_rows * sizeof(hsri_row)), .kv = kv, .layer = layer,
+                               .queries = hsri_cpu_floats(dev, queries, n * kv->head_dim),
+                               .rotated = hsri_cpu_floats(dev, rotated, n * kv->head_dim), .acc = hsri_cpu_floats(dev, acc, n * (2 + kv->head_dim)),
+                               .units = hsri_cpu_at(dev, lists->units, (uint64_t)lists->n_picks * kv->n_kv_heads * lists->stride * sizeof(uint32_t)),
+                               .counts = hsri_cpu_at(dev, lists->counts, (uint64_t)lists->n_picks * kv->n_kv_heads * sizeof(uint32_t)),
+                               .virtual_part = hsri_cpu_floats(dev, lists->virtual_part, n * (2 + kv->head_dim)),
+                               .covered = hsri_cpu_floats(dev, lists->covered, n),
+                               .n_heads = n_heads, .heads_per_kv = n_heads / kv->n_kv_heads, .stride = lists->stride, .scale = scale };
+
+    for (uint32_t i = 0; i < lists->n_picks;) {
+        uint32_t n_votes = 0, max_pages = 0;
+
+        for (job.n_picks = 0; i < lists->n_picks; i++) {
+            pick_state p = describe_pick(&job, seqs, settings, all, i);
+
+            if (n_votes + p.n_votes > BATCH_VOTES)
+                break;
+            p.first_vote = n_votes;
+            n_votes += p.n_votes;
+            max_pages = (uint32_t)hsri_max(max_pages, p.n_pages);
+            job.picks[job.n_picks++] = p;
+            clear_rows(&job, &p);
+        }
+        place_scratch(&job, hsri_cpu_at(dev, scratch, scratch_floats(n_votes, n_heads, kv->n_kv_heads, kv->head_dim, max_pages) * sizeof(float)),
+                      n_votes, max_pages);
+        run_batch(dev, &job);
+    }
+}
+
+void hsri_cpu_sparse_fill(hsri_ops *ops)
+{
+    ops->rotate = cpu_rotate;
+    ops->select = cpu_select;
+}

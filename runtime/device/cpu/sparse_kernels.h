@@ -1,0 +1,94 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Kernels of the index: the member `sparse` of hsri_kernels. index_ref.c fills every entry; x86/index_*.c overwrite what their level
+ * does better. docs/sparse-attention.md has the layouts and the formulas. The rules of kernels.h hold here, too: what comes out
+ * for one head and one page does not depend on the other heads of the call.
+ *
+ * Masses. The worth of a unit to a head is the sum over its tokens of exp(logit - reference), where the head's reference is the
+ * natural log of the mass that it reads exactly (sink and window): in this measure the exact mass is 1. Masses are plain floats,
+ * never negative, never NaN and never above HSRI_MASS_MAX, so sums need no further care; less than e^-87 may be 0. A page or a head
+ * that holds a NaN has mass 0. */
+#ifndef HSRI_CPU_SPARSE_KERNELS_H
+#define HSRI_CPU_SPARSE_KERNELS_H
+
+#include <stdint.h>
+
+#include "device/kv_format.h"
+
+/* Pages of one call of a scoring kernel, at most. Callers cut at multiples of it, since levels may look at all pages of a call for
+ * the sake of one. */
+#define HSRI_SCORE_PAGES 32u
+#define HSRI_MASS_MAX 0x1p100f
+
+/* What the scoring kernels read and write. Heads are the query heads of one kv head. */
+typedef struct hsri_score_args {
+    const uint8_t *const *entries;  /* [n_pages] index entries, 64-byte aligned */
+    uint32_t        n_pages;        /* at most HSRI_SCORE_PAGES */
+    uint32_t        n_heads;
+    const hsri_index_shape *shape;
+    float           scale;          /* of logits */
+    const float    *queries;        /* [n_heads][d] */
+    const float    *rotated;        /* [n_heads][d], in the calibrated basis: the sketch alone */
+    const float    *reference;      /* [n_heads] */
+    const float    *mean_k;         /* [d]: what the sketch's mean keys are told about */
+    float          *mass;           /* [n_heads] rows of 4 n_pages units */
+    uint64_t        mass_stride;    /* floats between rows */
+} hsri_score_args;
+
+typedef void (*hsri_score_fn)(const hsri_score_args *a);
+
+/* Where the parts of an index entry are. */
+typedef struct hsri_index_layout {
+    uint32_t mean_k, mean_v;        /* int8[d] */
+    uint32_t scales;                /* SKETCH: float16[n_4bit + n_2bit]. Others: one float */
+    uint32_t codes;                 /* SKETCH: the codes. MINMAX: int8[4 units][2][d]. GAUSSIAN: uint8[d] */
+} hsri_index_layout;
+
+static inline hsri_index_layout hsri_index_layout_of(const hsri_index_shape *s)
+{
+    uint32_t d = s->head_dim, means = 2 * (uint32_t)sizeof(float), rest = means + 2 * d;
+    uint32_t code_bytes = HSRI_PAGE_TOKENS * (4 * s->n_4bit + 2 * s->n_2bit) / 8;
+
+    /* Codes of the sketch at the end: they fill whole cache lines. */
+    if (s->kind == HSRI_INDEX_SKETCH)
+        return (hsri_index_layout){ means, means + d, rest, s->entry_bytes - code_bytes };
+    return (hsri_index_layout){ means, means + d, rest, rest + (uint32_t)sizeof(float) };
+}
+
+/* The token of a page whose codes are in dword `lane` of line `line` of a set, both below 4 and 16: tokens of one unit lie in four
+ * neighbouring lanes of all four lines, so that sums over units need no crossing of lanes before the end. */
+static inline uint32_t hsri_sketch_token(uint32_t line, uint32_t lane)
+{
+    return lane / 4 * HSRI_UNIT_TOKENS + line * 4 + lane % 4;
+}
+
+typedef struct hsri_sparse_kernels {
+    /* entry of a page of keys k[64][d] and values v[64][d]; the sketch needs the calibration. Every level has the same bits. */
+    void (*encode)(const hsri_index_shape *shape, const hsri_calibration_record *calibration, const float *k, const float *v, uint8_t *entry,
+                   float *scratch /* hsri_index_scratch floats */);
+    /* masses of the units of some pages, by what the entry says */
+    hsri_score_fn score_sketch, score_minmax, score_gaussian, score_mean;
+    /* masses from the keys themselves, k[64][d] of each page */
+    void (*score_keys)(const hsri_score_args *a, const float *const *keys);
+    /* out[d] = sum_i q[i] matrix[i][d] */
+    void (*rotate)(const float *matrix, const float *q, uint32_t d, float *out);
+    /* sum of n floats */
+    float (*sum)(const float *x, uint64_t n);
+    /* out[i] += weight x[i] */
+    void (*add_scaled)(float *out, float weight, const float *x, uint64_t n);
+    /* out[head][0] += sum of the weights, out[head][1 + j] += sum over pages of weight[head][page] mean_v[page][j]; pages of weight 0 are
+     * passed over. Rows of `weights` are weight_stride floats apart. `mean_v`: what the sketch's mean values are told about, or NULL. */
+    void (*add_means)(const uint8_t *const *entries, uint32_t n_pages, const hsri_index_shape *shape, const float *mean_v, uint32_t n_heads,
+                      const float *weights, uint64_t weight_stride, float *out);
+} hsri_sparse_kernels;
+
+/* Floats of work space of `encode`. */
+static inline uint64_t hsri_index_scratch(uint32_t d) { return 2ull * HSRI_PAGE_TOKENS * d + 4ull * d; }
+
+void hsri_sparse_kernels_fill(hsri_sparse_kernels *k, int32_t isa);
+
+void hsri_sparse_kernels_fill_ref(hsri_sparse_kernels *k);
+void hsri_sparse_kernels_fill_avx2(hsri_sparse_kernels *k);         /* x86/index_avx2.c */
+void hsri_sparse_kernels_fill_avx512(hsri_sparse_kernels *k);       /* x86/index_avx512.c */
+void hsri_sparse_kernels_fill_avx512vnni(hsri_sparse_kernels *k);   /* x86/index_avx512vnni.c: the same bits */
+
+#endif

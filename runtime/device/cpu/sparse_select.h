@@ -1,0 +1,37 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The best n of many: by a threshold, not by sorting. */
+#ifndef HSRI_CPU_SPARSE_SELECT_H
+#define HSRI_CPU_SPARSE_SELECT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+#include <string.h>
+
+/* Less than anything that competes; so is NaN. */
+#define HSRI_NO_WORTH (-1.0f)
+
+/* What belongs to the best: everything above the threshold, and of what equals it the first `ties`. */
+typedef struct hsri_top {
+    uint32_t threshold;     /* bits of a float */
+    uint32_t ties;
+} hsri_top;
+
+/* The best `want` of n values, all of them if there are fewer. Values below zero and NaN are never taken. work: n words. */
+hsri_top hsri_top_of(const float *values, uint32_t n, uint32_t want, uint32_t *work);
+
+/* Whether the next value, in the order of positions, is taken. */
+static inline bool hsri_top_takes(hsri_top *top, float value)
+{
+    uint32_t bits;
+
+    if (!(value >= 0.0f))
+        return false;
+    value += 0.0f;          /* -0 is 0 */
+    memcpy(&bits, &value, sizeof bits);
+    if (bits != top->threshold || top->ties == 0)
+        return bits > top->threshold;
+    top->ties--;
+    return true;
+}
+
+#endif

@@ -1,0 +1,103 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Encoding: the work of a queue, in prepare, as early as a query needs it. Sealing: what the cache may do with a page once no
+ * query can come to read it plain; by commit, when the encoding is known to be done. */
+#include "kv/cache_internal.h"
+
+hsr_status hsri_move_page(hsri_cache *cache, uint64_t page, hsri_page_event event, hsr_error *err)
+{
+    uint8_t *states = cache->states + page * cache->per_page;
+    for (uint64_t i = 0; i < cache->per_page; i++) {
+        uint8_t to = states[i];
+        HSRI_TRY(hsri_page_move(&to, event, err));
+    }
+    for (uint64_t i = 0; i < cache->per_page; i++) {
+        cache->n_in_state[states[i]]--;
+        hsri_page_move(&states[i], event, NULL);
+        cache->n_in_state[states[i]]++;
+    }
+    return HSR_OK;
+}
+
+/* ---- encoding ---- */
+
+static hsr_status take_rows(hsri_cache *cache, hsri_store *store, uint64_t n_rows, hsr_error *err)
+{
+    while (hsri_store_exists(store) && store->n_rows < n_rows)
+        HSRI_TRY(hsri_store_take(cache, store, err));
+    return HSR_OK;
+}
+
+hsr_status hsri_encode_take(hsri_cache *cache, uint64_t end, hsr_error *err)
+{
+    uint64_t n = (end - cache->encoded.done) * cache->per_page;
+    if (!hsri_grow((void **)&cache->seals, &cache->seals_cap, n, sizeof *cache->seals))
+        return hsri_fail(err, HSR_E_NOMEM, "out of memory for a list of %llu pages to encode", (unsigned long long)n);
+    HSRI_TRY(take_rows(cache, &cache->stores[HSRI_STORE_ENCODED], end, err));
+    return take_rows(cache, &cache->stores[HSRI_STORE_INDEX], hsri_index_rows(&cache->opts, end), err);
+}
+
+static hsri_seal describe(hsri_cache *cache, uint64_t page, uint64_t i)
+{
+    const hsri_store *index = &cache->stores[HSRI_STORE_INDEX];
+    uint32_t n_kv_heads = cache->shape->n_kv_heads;
+    return (hsri_seal){
+        .lineage = cache->opts.lineage,
+        .entry = hsri_store_row(cache, &cache->stores[HSRI_STORE_PLAIN], page)[i],
+        .sealed = hsri_store_row(cache, hsri_sealed_store(cache), page)[i],
+        .slab = hsri_store_exists(index) ? hsri_store_row(cache, index, page / cache->opts.index.per_slab)[i] : 0,
+        .page = (uint32_t)page,
+        .layer = (uint16_t)(i / n_kv_heads),
+        .head = (uint16_t)(i % n_kv_heads),
+        .kv_type = (uint16_t)cache->opts.type,
+        .format = (uint16_t)cache->opts.format,
+        .index_shape = cache->opts.index,
+    };
+}
+
+void hsri_encode_enqueue(hsri_cache *cache, hsri_queue *q, uint64_t end)
+{
+    size_t n = 0;
+    for (uint64_t page = cache->encoded.done; page < end; page++)
+        for (uint64_t i = 0; i < cache->per_page; i++)
+            cache->seals[n++] = describe(cache, page, i);
+    hsri_ref list = { .buf = cache->seals_buf };
+    for (size_t i = 0; i < n; i += HSRI_SEAL_ROUND) {
+        uint32_t round = (uint32_t)hsri_min(n - i, HSRI_SEAL_ROUND);
+        cache->dev->copy_in(q, list, cache->seals + i, round * sizeof *cache->seals);
+        cache->dev->ops.seal(q, &cache->shape->view, list, round);
+    }
+    cache->encoded.queued = end;
+}
+
+void hsri_encode_shrink(hsri_cache *cache, uint64_t end)
+{
+    cache->encoded.queued = hsri_min(cache->encoded.queued, end);
+    cache->encoded.done = hsri_min(cache->encoded.done, end);
+    if (hsri_store_exists(&cache->stores[HSRI_STORE_ENCODED]))
+        hsri_store_shrink(cache, &cache->stores[HSRI_STORE_ENCODED], end);
+    if (hsri_store_exists(&cache->stores[HSRI_STORE_INDEX]))
+        hsri_store_shrink(cache, &cache->stores[HSRI_STORE_INDEX], hsri_index_rows(&cache->opts, end));
+}
+
+/* ---- sealing ---- */
+
+hsr_status hsri_seal_pages(hsri_cache *cache, hsr_error *err)
+{
+    uint64_t end = hsri_encoded_end(&cache->opts, cache->committed / HSRI_PAGE_TOKENS, hsri_seal_window(&cache->opts));
+    for (end = hsri_min(end, cache->encoded.done); cache->sealed < end; cache->sealed++) {
+        HSRI_TRY(hsri_move_page(cache, cache->sealed, HSRI_PAGE_EV_SEAL, err));
+        if (hsri_cache_encodes(&cache->opts))
+            hsri_store_drop(cache, &cache->stores[HSRI_STORE_PLAIN], cache->sealed);
+    }
+    return HSR_OK;
+}
+
+hsr_status hsri_unseal_pages(hsri_cache *cache, uint64_t n_tokens, hsr_error *err)
+{
+    uint64_t end = hsri_encoded_end(&cache->opts, n_tokens / HSRI_PAGE_TOKENS, cache->opts.window_pages);
+    uint64_t n_pages = hsri_pages_of(cache->prepared);
+    for (; cache->sealed > end; cache->sealed--)
+        if (cache->sealed <= n_pages)
+            HSRI_TRY(hsri_move_page(cache, cache->sealed - 1, HSRI_PAGE_EV_UNSEAL, err));
+    return HSR_OK;
+}

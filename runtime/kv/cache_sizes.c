@@ -1,0 +1,90 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* How many pages and slabs of each kind a session of n tokens has, by the rules of windows alone. Admission, `plan` and the cache
+ * itself count with these. */
+#include "kv/cache_internal.h"
+
+void hsri_kv_shape_init(hsri_kv_shape *shape, const hsri_pool *pool, uint32_t n_layers, uint32_t n_kv_heads, uint32_t head_dim)
+{
+    *shape = (hsri_kv_shape){
+        .n_layers = n_layers,
+        .n_kv_heads = n_kv_heads,
+        .head_dim = head_dim,
+        .view = {
+            .pool_buf = hsri_pool_buf(pool),
+            .n_layers = n_layers,
+            .n_kv_heads = n_kv_heads,
+            .head_dim = head_dim,
+        },
+    };
+    for (int format = 0; format < HSRI_N_KV_FORMATS; format++)
+        shape->view.slot_bytes[format] = hsri_kv_slot_bytes((hsri_kv_type)format, head_dim);
+}
+
+uint32_t hsri_kv_slot_bytes(hsri_kv_type format, uint32_t head_dim)
+{
+    return (uint32_t)hsri_min(hsri_round_up(hsri_page_bytes(format, head_dim), HSRI_SLOT_ALIGNMENT), UINT32_MAX);
+}
+
+uint32_t hsri_kv_slots_per_block(hsri_kv_type format, uint32_t head_dim)
+{
+    uint32_t bytes = hsri_kv_slot_bytes(format, head_dim);
+    return bytes ? HSRI_BLOCK_BYTES / bytes : 0;
+}
+
+uint64_t hsri_encoded_end(const hsri_cache_opts *opts, uint64_t q, uint64_t window)
+{
+    uint64_t end = q + 1 > window ? q + 1 - window : 0;
+    return hsri_max(hsri_min(end, q), opts->sink_pages);
+}
+
+uint64_t hsri_encoded_end_of(const hsri_cache_opts *opts, uint64_t n_tokens)
+{
+    return n_tokens ? hsri_encoded_end(opts, (n_tokens - 1) / HSRI_PAGE_TOKENS, opts->window_pages) : opts->sink_pages;
+}
+
+uint64_t hsri_index_rows(const hsri_cache_opts *opts, uint64_t end)
+{
+    return opts->index.per_slab && end > opts->sink_pages ? hsri_div_up(end, opts->index.per_slab) : 0;
+}
+
+uint64_t hsri_seal_window(const hsri_cache_opts *opts)
+{
+    return opts->window_pages + hsri_pages_of(opts->rollback_tokens);
+}
+
+/* A step of chunk_tokens touches pages q(committed) .. q(committed) + (chunk + 126) / 64 - 1. The seal window reaches back from
+ * there, except that a page seals no earlier than one step after its encoding. */
+uint64_t hsri_ring_pages(const hsri_cache_opts *opts)
+{
+    if (!hsri_cache_encodes(opts))
+        return UINT64_MAX;
+    uint64_t window = hsri_seal_window(opts) - 1 + (opts->rollback_tokens == 0);
+    return opts->sink_pages + window + (opts->chunk_tokens + 2ull * (HSRI_PAGE_TOKENS - 1)) / HSRI_PAGE_TOKENS;
+}
+
+/* UINT64_MAX if the product is not a number. */
+static uint64_t blocks_of(uint64_t rows, uint64_t per_row, uint32_t per_block)
+{
+    uint64_t slots;
+    if (rows == 0)
+        return 0;
+    if (per_block == 0 || __builtin_mul_overflow(rows, per_row, &slots))
+        return UINT64_MAX;
+    return slots / per_block + (slots % per_block != 0);
+}
+
+uint64_t hsri_kv_blocks_for(const hsri_kv_shape *shape, const hsri_cache_opts *given, uint64_t n_tokens)
+{
+    hsri_cache_opts opts = *given;
+    if (hsri_kv_is_plain(opts.format))
+        opts.format = opts.type;
+    uint64_t per_page = (uint64_t)shape->n_layers * shape->n_kv_heads, end = hsri_encoded_end_of(&opts, n_tokens);
+    uint64_t plain_rows = hsri_min(hsri_pages_of(n_tokens), hsri_ring_pages(&opts));
+    uint64_t plain = blocks_of(plain_rows, per_page, hsri_kv_slots_per_block(opts.type, shape->head_dim));
+    uint64_t encoded = 0, index = blocks_of(hsri_index_rows(&opts, end), per_page, HSRI_SLABS_PER_BLOCK), sum;
+    if (hsri_cache_encodes(&opts))
+        encoded = blocks_of(end - opts.sink_pages, per_page, hsri_kv_slots_per_block(opts.format, shape->head_dim));
+    if (__builtin_add_overflow(plain, encoded, &sum) || __builtin_add_overflow(sum, index, &sum))
+        return UINT64_MAX;
+    return sum;
+}

@@ -1,0 +1,34 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What a forward pass asks of whoever places pages. Attention goes in waves of groups (D5); before a wave its pages are held,
+ * after it they are let go:
+ *
+ *     for (g0 = 0; g0 < n; g0 = g1) {
+ *         g1 = min(n, g0 + what fits the partials);
+ *         if (r) TRY(r->hold_dense(r->self, layer, g0, &g1, err));
+ *         attend [g0, g1); merge;
+ *         if (r) TRY(r->release(r->self, err));
+ *     }
+ *
+ * and likewise with hold_lists around attend_list. The groups are fixed by the data, so a shorter wave changes no bit. NULL where
+ * no session has pages that can leave memory: then nothing is asked and nothing is waited for.
+ *
+ * A failure ends the step. It is one session's: which one, the implementation says (hsri_holder.failed). The others have
+ * computed nothing and are served again. */
+#ifndef HSRI_RESIDENCY_H
+#define HSRI_RESIDENCY_H
+
+#include "hisparse_rt/hisparse_rt.h"
+#include "device/sparse_ops.h"
+
+typedef struct hsri_residency {
+    void *self;
+    /* Pages that the rows of the step read encoded in dense groups [g0, *g1) of this layer are in memory and stay there until
+     * release. *g1 is lowered, to no less than g0 + 1, if they do not fit at a time. Waits for reads, with a deadline. */
+    hsr_status (*hold_dense)(void *self, uint32_t layer, uint32_t g0, uint32_t *g1, hsr_error *err);
+    /* The same for groups [g0, *g1) of what `select` put into lists. With g0 = 0 the lists are read back, which waits for the queue. */
+    hsr_status (*hold_lists)(void *self, uint32_t layer, const hsri_lists *lists, uint32_t g0, uint32_t *g1, hsr_error *err);
+    /* All operations that read the held pages are enqueued. Waits for the queue, unless no page could have to leave. */
+    hsr_status (*release)(void *self, hsr_error *err);
+} hsri_residency;
+
+#endif

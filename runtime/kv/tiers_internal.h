@@ -1,0 +1,124 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the parts of the tiers share.
+ *   tiers.c         creation, families and their promises, statistics
+ *   bodies.c        the life of a body, and what becomes of transfers
+ *   tiers_space.c   frames: taking, letting pages leave, cleaning, giving blocks back */
+#ifndef HSRI_TIERS_INTERNAL_H
+#define HSRI_TIERS_INTERNAL_H
+
+#include "base/array.h"
+#include "base/status.h"
+#include "kv/slots.h"
+#include "kv/tiers.h"
+
+/* Bits of the wait histogram: bucket i counts waits of 2^(i-1) to 2^i microseconds. */
+#define HSRI_WAIT_BUCKETS 32u
+
+typedef struct hsri_body {
+    hsri_family    *family;
+    hsri_importance row;
+    uint32_t        refs;        /* 0 and a family: dropped, but its transfer still runs; 0 and none: unused */
+    uint32_t        entry;       /* its frame, or HSRI_NO_SLOT; of an unused body: the next unused one */
+    uint32_t        home;        /* HSRI_NO_SLOT: none given yet. What it holds is only to be believed in states with a home */
+    uint32_t        move;        /* transfer under way, or HSRI_NO_MOVE */
+    uint32_t        place;       /* in tiers->resident, or HSRI_NO_SLOT */
+    uint32_t        page;
+    uint16_t        layer, head;
+    uint16_t        pins;
+    uint8_t         state;       /* hsri_page_state */
+    uint8_t         tries;       /* reads in a row that failed */
+    bool            prefetched;  /* read ahead and not held yet */
+} hsri_body;
+
+struct hsri_family {
+    hsri_tiers  *tiers;
+    hsri_kv_type format;
+    uint64_t     lineage;
+    uint64_t     working_set;
+    uint64_t     n_members, n_bodies;
+    uint64_t     missing;        /* bodies promised to members and not created yet */
+    uint64_t     n_tokens;
+    bool         homed;
+};
+
+/* Frames and homes of one format. */
+typedef struct hsri_shelf {
+    uint32_t   slot_bytes, page_bytes;
+    hsri_slots frames, homes;
+    uint64_t   frames_promised, homes_promised;
+} hsri_shelf;
+
+struct hsri_tiers {
+    hsri_tiers_opts opts;
+    hsri_mover     *mover;
+    hsri_device     paper;       /* the device of the home pool: blocks are extents of the cold file */
+    hsri_pool      *home_pool;
+    uint32_t       *free_moves;  /* per extent: the move that gives it back, or HSRI_NO_MOVE */
+    hsri_shelf      shelves[HSRI_N_KV_FORMATS];
+
+    hsri_body      *bodies;
+    size_t          bodies_cap, n_bodies;      /* n_bodies: used ever */
+    uint32_t        first_unused;
+    uint64_t        n_alive, n_zombies, n_absent, n_dirty, n_writing;
+    uint32_t       *resident;    /* bodies with a frame, in no order */
+    size_t          resident_cap, n_resident;
+    size_t          hand;        /* in resident: where the next look for pages to leave begins */
+    size_t          clean_hand;
+    uint32_t       *frame_bodies;/* of each frame of the pool: body */
+    uint64_t        n_moves;     /* transfers under way */
+
+    hsr_error       last_error;  /* of a transfer */
+    hsr_status      last_status;
+    uint64_t        write_after_ns;   /* no background writes before: the last one failed */
+    hsri_tiers_stats stats;
+    uint64_t        wait_buckets[HSRI_WAIT_BUCKETS];
+};
+
+static inline bool hsri_body_in_memory(const hsri_body *b) { return hsri_page_readable((hsri_page_state)b->state); }
+
+static inline uint32_t *hsri_frame_body(hsri_tiers *t, uint32_t entry)
+{
+    return &t->frame_bodies[(size_t)hsri_entry_block(entry) * HSRI_MAX_SLOTS + hsri_entry_slot(entry)];
+}
+
+static inline uint8_t *hsri_frame_memory(const hsri_tiers *t, const hsri_shelf *shelf, uint32_t entry)
+{
+    return t->opts.memory + (uint64_t)hsri_entry_block(entry) * HSRI_BLOCK_BYTES + (uint64_t)hsri_entry_slot(entry) * shelf->slot_bytes;
+}
+
+static inline hsri_shelf *hsri_shelf_of(hsri_tiers *t, const hsri_body *b) { return &t->shelves[b->family->format]; }
+
+/* ---- tiers.c ---- */
+
+/* Bring promises of a format in line with its counters. False: the pool has too few blocks; nothing has changed. */
+bool hsri_shelf_settle_frames(hsri_shelf *shelf);
+bool hsri_shelf_settle_homes(hsri_shelf *shelf);
+
+/* What the family's promises come to. */
+uint64_t hsri_family_frames(const hsri_family *f);
+uint64_t hsri_family_homes(const hsri_family *f);
+void hsri_family_free_if_empty(hsri_family *f);
+
+/* ---- bodies.c ---- */
+
+/* Take in ends, waiting for one up to timeout_ms. Returns how many. */
+uint32_t hsri_tiers_collect(hsri_tiers *t, uint64_t timeout_ms);
+
+/* Start writing a body home. False: no home, no room in the mover's queue. */
+bool hsri_body_write(hsri_tiers *t, uint32_t body, hsri_move_priority priority);
+
+/* The frame is another one now, or none. */
+void hsri_body_set_frame(hsri_tiers *t, uint32_t body, uint32_t entry);
+
+/* Give the frame up: an eviction if the body has a home. */
+void hsri_body_drop_frame(hsri_tiers *t, uint32_t body);
+
+/* ---- tiers_space.c ---- */
+
+/* A frame for a body. HSR_AGAIN if there is none at once and `wait` is false. */
+hsr_status hsri_frame_take(hsri_tiers *t, hsri_shelf *shelf, bool wait, uint32_t *entry, hsr_error *err);
+void hsri_tiers_clean(hsri_tiers *t);
+
+float hsri_body_score(const hsri_tiers *t, const hsri_body *b);
+
+#endif

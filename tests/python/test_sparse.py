@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse attention: what a row attends, against a float64 reference; and that chunks, batches and threads never show."""
+
+from __future__ import annotations
+
+import hisparse_rt as hs
+import numpy as np
+import pytest
+import sparse_reference
+import tiny
+from hisparse_rt.profile import Profile
+from hisparse_rt.tools.convert import convert
+from sparse_reference import Rules
+
+LENGTH = 1600
+IDS = [int(i) for i in np.random.default_rng(7).integers(3, 300, LENGTH)]
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sparse")
+    cfg = tiny.config(max_position_embeddings=4096)
+    tiny.write_hf(folder / "hf", cfg, tiny.weights(cfg, 5))
+    convert(folder / "hf", folder / "tiny.hsr", dtype="f32")
+    convert(folder / "hf", folder / "tiny-q8.hsr", dtype="q8")
+    return folder
+
+
+def profile_of(rules: Rules, **changes) -> Profile:
+    return Profile(selector="oracle", budget=rules.budget, slice_size=16 * rules.slice_units, dense_below=rules.dense_below,
+                   prefill_budget=rules.prefill_budget, prefill_dense_below=rules.prefill_dense_below, virtual_tokens=False, **changes)
+
+
+def run(model: hs.Model, appends: list[int], rules: Rules, profile=None, **options) -> np.ndarray:
+    with model.session(context=4096, window_size=rules.window, sink_size=rules.sink, profile=profile_of(rules) if profile is None else profile, **options) as s:
+        rows, start = [], 0
+        for length in appends:
+            rows.append(s.logits(IDS[start : start + length]))
+            start += length
+        stats = s.stats()
+        assert stats.pages_sealed > 0
+        return np.concatenate(rows)
+
+
+RULES = {
+    "decode": (Rules(budget=64), [LENGTH - 40] + [1] * 40),
+    "wide_slices": (Rules(budget=128, slice_units=4, window=128), [LENGTH - 20] + [1] * 20),
+    "no_sink": (Rules(budget=80, sink=0, window=192), [LENGTH - 20] + [1] * 20),
+    "dense_below": (Rules(budget=64, dense_below=LENGTH - 10), [LENGTH - 40] + [1] * 40),
+    "prompt_runs": (Rules(budget=64, window=128, prefill_budget=192, prefill_dense_below=500), [700, 500, LENGTH - 1210] + [1] * 10),
+    "prompt_from_start": (Rules(budget=1 << 20, window=256, prefill_budget=256), [LENGTH]),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_against_reference(paths, name):
+    rules, appends = RULES[name]
+    want = sparse_reference.logits(paths / "hf", IDS[: sum(appends)], appends, rules)
+    with hs.load(paths / "tiny.hsr", threads=2) as model:
+        got = run(model, appends, rules)
+        dense = run(model, appends, rules, profile=0)
+    assert np.abs(got - want).max() < 1e-3
+    assert np.abs(got - dense).max() > 1e-2   # something was left out
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("options", [{"threads": 1}, {"chunk": 64}, {"chunk": 100}, {"debug_async": True}, {"max_batch": 128}],
+                         ids=lambda options: "-".join(options))
+def test_bits_do_not_depend_on_how_it_is_computed(paths, name, options):
+    rules, appends = RULES[name]
+    with hs.load(paths / "tiny-q8.hsr", threads=2) as model:
+        want = run(model, appends, rules)
+    with hs.load(paths / "tiny-q8.hsr", **{"threads": 2, **options}) as model:
+        assert np.array_equal(run(model, appends, rules), want)
+
+
+def test_budget_of_everything_is_dense(paths):
+    """To the bit, in a plain format."""
+    rules = Rules(budget=2048, window=128, prefill_budget=2048)
+    appends = [LENGTH - 30] + [1] * 30
+    with hs.load(paths / "tiny-q8.hsr", threads=2) as model:
+        assert np.array_equal(run(model, appends, rules), run(model, appends, rules, profile=0))
+
+
+@pytest.mark.parametrize("selector", ["minmax", "mean", "classic", "random", "gaussian", "history"])
+def test_selectors_without_calibration(paths, selector):
+    """Finite results that no batch changes, and a report of what was covered."""
+    profile = Profile(selector=selector, budget=256, virtual_tokens=False)
+    appends = [LENGTH - 16] + [1] * 16
+    with hs.load(paths / "tiny-q8.hsr", threads=2) as model:
+        want = run(model, appends, Rules(), profile)
+        dense = run(model, appends, Rules(), 0)
+        assert np.isfinite(want).all()
+        assert np.array_equal(want[:384], dense[:384])   # nothing to leave out yet
+        assert not np.array_equal(want[LENGTH - 16 :], dense[LENGTH - 16 :])
+        with model.session(context=4096, window_size=64, profile=profile) as s:
+            s.logits(IDS[: LENGTH - 1])
+            s.logits(IDS[LENGTH - 1 :])
+            stats = s.stats()
+            assert stats.sparse_rows == 1
+            assert 0 < stats.covered <= 1.0001
+            assert stats.attended_tokens <= 64 + 64 + 256 + 64
+    with hs.load(paths / "tiny-q8.hsr", threads=1) as model:
+        assert np.array_equal(run(model, appends, Rules(), profile), want)
+
+
+def test_requests_of_different_profiles_share_a_step(paths):
+    profiles = [0, Profile(selector="oracle", budget=64, virtual_tokens=False), Profile(selector="minmax", budget=256), 0]
+    with hs.load(paths / "tiny-q8.hsr", threads=2) as model:
+        def generate(session):
+            return session.generate(max_tokens=12, temperature=0.0, return_details=True).tokens
+
+        alone = []
+        for profile in profiles:
+            with model.session(context=4096, window_size=64, profile=profile) as s:
+                s.append(IDS[:1500])
+                alone.append(list(generate(s)))
+        import concurrent.futures
+
+        sessions = [model.session(context=4096, window_size=64, profile=profile) for profile in profiles]
+        for s in sessions:
+            s.append(IDS[:1500])
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            together = [list(tokens) for tokens in pool.map(generate, sessions)]
+        for s in sessions:
+            s.close()
+    assert together == alone
+
+
+@pytest.mark.parametrize("changes, name", [
+    ({"budget": 0}, "budget"), ({"slice_size": 48}, "slice_size"), ({"sparse_ratio": 1.5}, "sparse_ratio"),
+    ({"selector": "sketch"}, "sketch"), ({"selector": "best"}, "best"), ({"block_size_coarse": 100}, "block_size_coarse"),
+    ({"dense_layers": (5,)}, "dense_layers"), ({"layer_budgets": ((9, 64),)}, "layer"), ({"forced_history": -1}, "forced_history"),
+])
+def test_bad_profiles_are_refused_by_name(paths, changes, name):
+    with hs.load(paths / "tiny-q8.hsr", threads=1) as model, pytest.raises((hs.HisparseError, ValueError), match=name):
+        model.session(profile=Profile(**changes))
+
+
+def test_unknown_profile_id_and_missing_index(paths):
+    with hs.load(paths / "tiny-q8.hsr", threads=1) as model:
+        with pytest.raises(hs.InvalidError, match="profile 77"):
+            model.session(profile=77)
+        with model.session() as s, pytest.raises(hs.UnsupportedError, match="index"):
+            s.set_profile(Profile(selector="minmax"))
+
+
+def test_rollback_and_rebuild_keep_the_bits(paths):
+    rules, appends = RULES["decode"]
+    with hs.load(paths / "tiny-q8.hsr", threads=2) as model:
+        want = run(model, appends, rules)
+        with model.session(context=4096, window_size=rules.window, sink_size=rules.sink, profile=profile_of(rules)) as s:
+            s.logits(IDS[: appends[0]])
+            for _ in range(2):
+                for i in range(appends[0], LENGTH):
+                    assert np.array_equal(s.logits(IDS[i : i + 1])[0], want[i])
+                s.truncate(appends[0])

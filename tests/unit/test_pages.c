@@ -1,0 +1,532 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Attention over plain and encoded pages by every operation that reads them, against a computation in double precision over the decoded
+ * pages; and the same bits for rows alone and together, for groups in one wave and in several, for every number of threads. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/array.h"
+#include "base/cpu.h"
+#include "base/rng.h"
+#include "check.h"
+#include "device/cpu/backend.h"
+#include "device/cpu/pages.h"
+#include "device/device.h"
+
+#define MIB (1u << 20)
+
+enum { N_LAYERS = 2, LAYER = 1, N_KV = 2, N_HEADS = 6, MAX_BUFFERS = 64 };
+
+/* ---- a device and one sequence on it ---- */
+
+typedef struct shape {
+    hsri_kv_type plain, format;
+    uint32_t     d, sink, window, n_tokens;
+} shape;
+
+typedef struct world {
+    shape        s;
+    hsri_device *dev;
+    hsri_queue  *q;
+    hsri_kernels reference;
+    uint32_t     buffers[MAX_BUFFERS], n_buffers;
+    hsri_kv_view kv;
+    hsri_ref     seqs;
+    uint32_t    *plain, *sealed;   /* entries */
+    float       *calibration;
+    uint32_t     n_pages;
+    float       *decoded[2];       /* plain and sealed pages: [page][kv head]{ k[64][d], v[64][d] } */
+} world;
+
+static float noise(uint64_t seed, uint64_t i) { return (float)(2 * hsri_rng_unit(seed, i) - 1); }
+
+static hsri_ref room(world *w, uint64_t bytes)
+{
+    uint32_t buf = 0;
+
+    CHECK(w->n_buffers < MAX_BUFFERS && w->dev->alloc(w->dev, hsri_max(bytes, 4), &buf, NULL) == HSR_OK);
+    w->buffers[w->n_buffers++] = buf;
+    return (hsri_ref){ .buf = buf };
+}
+
+static hsri_ref upload(world *w, const void *data, uint64_t bytes)
+{
+    hsri_ref r = room(w, bytes);
+
+    w->dev->copy_in(w->q, r, data, bytes);
+    CHECK(w->dev->wait(w->q, NULL) == HSR_OK);
+    return r;
+}
+
+static void *download(world *w, hsri_ref r, uint64_t bytes)
+{
+    void *data = malloc(bytes);
+
+    w->dev->copy_out(w->q, data, r, bytes);
+    CHECK(w->dev->wait(w->q, NULL) == HSR_OK);
+    return data;
+}
+
+/* A = H diag(s) and B = H diag(1 / s), H a reflection: A B^T = I. */
+static float *make_calibration(uint32_t d)
+{
+    uint64_t per = hsri_calibration_floats(d);
+    float   *all = calloc(per * N_LAYERS * N_KV, sizeof *all), *u = malloc(d * sizeof *u);
+
+    for (uint32_t r = 0; r < N_LAYERS * N_KV; r++) {
+        float *a = all + r * per, *b = a + d * d, *mean = b + d * d, length = 0;
+
+        for (uint32_t i = 0; i < d; i++) {
+            u[i] = noise(900 + r, i);
+            length += u[i] * u[i];
+        }
+        for (uint32_t i = 0; i < d; i++) {
+            for (uint32_t j = 0; j < d; j++) {
+                float h = (i == j) - 2 * u[i] * u[j] / length, scale = 2.0f / (1.0f + 0.1f * (float)j);
+
+                a[i * d + j] = h * scale;
+                b[i * d + j] = h / scale;
+            }
+            mean[i] = noise(950 + r, i);
+            mean[d + i] = 0.5f * noise(960 + r, i);
+        }
+    }
+    free(u);
+    return all;
+}
+
+static void token_kv(const shape *s, uint32_t token, uint32_t head, float *k, float *v)
+{
+    uint64_t at = ((uint64_t)token * N_KV + head) * s->d;
+
+    for (uint32_t j = 0; j < s->d; j++) {
+        float fade = 1.0f / (1.0f + 0.05f * (float)j);
+
+        k[j] = 2.0f * noise(31, at + j) * fade + noise(32, (uint64_t)token / 64 * s->d + j) + 2.0f * noise(33, head * s->d + j);
+        v[j] = noise(34, at + j) + noise(35, (uint64_t)token / 64 * s->d + j);
+    }
+}
+
+static uint8_t *slot_offset(const world *w, uint32_t entry, uint32_t format) { return hsri_slot_at(NULL, entry, w->kv.slot_bytes[format]); }
+
+static void make_tables(world *w)
+{
+    uint32_t n = w->n_pages * N_LAYERS * N_KV, blocks = 0;
+    uint32_t formats[2] = { w->s.plain, w->s.format };
+    uint32_t **tables[2] = { &w->plain, &w->sealed };
+    bool     encoded = w->s.format != w->s.plain;
+
+    for (uint32_t i = 0; i < (encoded ? 2u : 1u); i++) {
+        uint32_t per_block = MIB / w->kv.slot_bytes[formats[i]];
+
+        *tables[i] = malloc(n * sizeof(uint32_t));
+        for (uint32_t e = 0; e < n; e++) {
+            uint32_t slot = (uint32_t)((uint64_t)e * 7919 % n);
+
+            (*tables[i])[e] = (blocks + slot / per_block) << 8 | slot % per_block;
+        }
+        blocks += (n + per_block - 1) / per_block;
+    }
+    if (!encoded) {
+        w->sealed = malloc(n * sizeof(uint32_t));
+        memcpy(w->sealed, w->plain, n * sizeof(uint32_t));
+    }
+    CHECK(w->dev->reserve(w->dev, (uint64_t)blocks * MIB, &w->kv.pool_buf, NULL) == HSR_OK);
+    CHECK(w->dev->commit(w->dev, w->kv.pool_buf, 0, (uint64_t)blocks * MIB, NULL) == HSR_OK);
+    w->buffers[w->n_buffers++] = w->kv.pool_buf;
+}
+
+static void write_pages(world *w)
+{
+    uint32_t d = w->s.d, bytes = (uint32_t)hsri_plain_page_bytes(w->s.plain, d);
+    uint8_t *slot = malloc(bytes);
+    float   *k = malloc(d * sizeof *k), *v = malloc(d * sizeof *v);
+
+    for (uint32_t page = 0; page < w->n_pages; page++) {
+        for (uint32_t head = 0; head < N_KV; head++) {
+            memset(slot, 0xff, bytes);   /* NaN where no token is */
+            for (uint32_t t = 0; t < 64 && page * 64 + t < w->s.n_tokens; t++) {
+                token_kv(&w->s, page * 64 + t, head, k, v);
+                w->reference.page_put[w->s.plain](slot, d, t, k, v);
+            }
+            hsri_ref to = { .buf = w->kv.pool_buf,
+                            .offset = (uint64_t)(uintptr_t)slot_offset(w, w->plain[(page * N_LAYERS + LAYER) * N_KV + head], w->s.plain) };
+            w->dev->copy_in(w->q, to, slot, bytes);
+            CHECK(w->dev->wait(w->q, NULL) == HSR_OK);
+        }
+    }
+    free(slot);
+    free(k);
+    free(v);
+}
+
+static void seal_pages(world *w)
+{
+    uint32_t   n = w->s.n_tokens / 64 * N_KV;
+    hsri_seal *seals = calloc(n, sizeof *seals);
+
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t at = (i / N_KV * N_LAYERS + LAYER) * N_KV + i % N_KV;
+
+        seals[i] = (hsri_seal){ .lineage = 77, .entry = w->plain[at], .sealed = w->sealed[at], .page = i / N_KV, .layer = LAYER,
+                                .head = (uint16_t)(i % N_KV), .kv_type = (uint16_t)w->s.plain, .format = (uint16_t)w->s.format };
+    }
+    w->dev->ops.seal(w->q, &w->kv, upload(w, seals, n * sizeof *seals), n);
+    CHECK(w->dev->wait(w->q, NULL) == HSR_OK);
+    free(seals);
+}
+
+/* Sealed pages have a header and are close to what they were made from; all pages are decoded for the naive computation. */
+static void decode_pages(world *w)
+{
+    uint32_t d = w->s.d;
+    uint64_t n = 2ull * 64 * d;
+
+    for (uint32_t which = 0; which < 2; which++) {
+        uint32_t        format = which ? w->s.format : w->s.plain;
+        const uint32_t *entries = which ? w->sealed : w->plain;
+        uint64_t        bytes = hsri_page_bytes((hsri_kv_type)format, d);
+
+        w->decoded[which] = malloc(w->n_pages * N_KV * n * sizeof(float));
+        for (uint32_t i = 0; i < w->n_pages * N_KV; i++) {
+            float   *k = w->decoded[which] + i * n;
+            uint32_t entry = entries[(i / N_KV * N_LAYERS + LAYER) * N_KV + i % N_KV];
+            uint8_t *slot = download(w, (hsri_ref){ .buf = w->kv.pool_buf, .offset = (uint64_t)(uintptr_t)slot_offset(w, entry, format) }, bytes);
+            hsri_calibration_record record = hsri_calibration_at(w->calibration, N_KV, LAYER, i % N_KV, d);
+
+            if (hsri_kv_is_plain(format) || (i / N_KV + 1) * 64 <= w->s.n_tokens)
+                hsri_cpu_page_decode(&w->reference, (hsri_kv_type)format, slot, d, &record, k, k + 64 * d);
+            if (which && (i / N_KV + 1) * 64 <= w->s.n_tokens) {
+                const hsri_page_header *h = (const hsri_page_header *)(const void *)slot;
+
+                CHECK(h->magic == HSRI_PAGE_MAGIC && h->lineage == 77 && h->page == i / N_KV && h->layer == LAYER && h->head == i % N_KV);
+                CHECK(h->format == w->s.format && h->head_dim == d);
+                CHECK(hsri_kv_is_plain(format) ? h->error == 0 : h->error > 0 && h->error < 0.3f);
+            }
+            free(slot);
+        }
+    }
+}
+
+static world world_open(shape s, int32_t n_threads, int32_t isa, bool async)
+{
+    world w = { .s = s, .n_pages = (s.n_tokens + 63) / 64 };
+
+    CHECK(hsri_cpu_device_create(n_threads, isa, NULL, &w.dev, NULL) == HSR_OK);
+    if (async)
+        CHECK(hsri_async_device_create(w.dev, &w.dev, NULL) == HSR_OK);
+    CHECK(w.dev->queue_create(w.dev, &w.q, NULL) == HSR_OK);
+    hsri_kernels_fill(&w.reference, HSR_ISA_REFERENCE);
+    w.calibration = make_calibration(s.d);
+    w.kv = (hsri_kv_view){ .n_layers = N_LAYERS, .n_kv_heads = N_KV, .head_dim = s.d,
+                           .calibration = upload(&w, w.calibration, hsri_calibration_floats(s.d) * N_LAYERS * N_KV * sizeof(float)) };
+    for (uint32_t f = 0; f < HSRI_N_KV_FORMATS; f++)
+        w.kv.slot_bytes[f] = (uint32_t)hsri_round_up(hsri_page_bytes((hsri_kv_type)f, s.d), 4096);
+    make_tables(&w);
+    write_pages(&w);
+    seal_pages(&w);
+    decode_pages(&w);
+    uint32_t n = w.n_pages * N_LAYERS * N_KV * 4;
+    hsri_seq seq = { .table = upload(&w, w.plain, n), .sealed = upload(&w, w.sealed, n), .kv_type = s.plain, .format = s.format,
+                     .sink_pages = s.sink, .window_pages = s.window };
+    w.seqs = upload(&w, &seq, sizeof seq);
+    return w;
+}
+
+static void world_close(world *w)
+{
+    for (uint32_t i = 0; i < w->n_buffers; i++)
+        w->dev->free(w->dev, w->buffers[i]);
+    w->dev->queue_destroy(w->q);
+    w->dev->destroy(w->dev);
+    free(w->plain);
+    free(w->sealed);
+    free(w->calibration);
+    free(w->decoded[0]);
+    free(w->decoded[1]);
+}
+
+/* ---- the naive computation ---- */
+
+typedef struct naive {
+    double m, l, o[256], size;   /* of what was seen so far, relative to m; size: the largest value */
+} naive;
+
+static float query_at(uint32_t pos, uint32_t head, uint32_t d, uint32_t j)
+{
+    return 1.5f * noise(40 + head, (uint64_t)pos * d + j) / (1.0f + 0.03f * (float)j);
+}
+
+static void naive_see(const world *w, naive *n, uint32_t pos, uint32_t head, uint32_t token, bool sealed)
+{
+    uint32_t     d = w->s.d, kv_head = head / (N_HEADS / N_KV);
+    const float *page = w->decoded[sealed] + ((uint64_t)token / 64 * N_KV + kv_head) * 2 * 64 * d;
+    const float *k = page + token % 64 * d, *v = page + 64 * d + token % 64 * d;
+    double       s = 0, m, old, weight;
+
+    for (uint32_t j = 0; j < d; j++)
+        s += (double)query_at(pos, head, d, j) * k[j];
+    s *= 0.25;
+    m = fmax(n->m, s);
+    old = exp(n->m - m);
+    weight = exp(s - m);
+    n->m = m;
+    n->l = n->l * old + weight;
+    for (uint32_t j = 0; j < d; j++) {
+        n->o[j] = n->o[j] * old + weight * v[j];
+        n->size = fmax(n->size, fabs(v[j]));
+    }
+}
+
+static bool reads_sealed(const shape *s, uint32_t page, uint32_t pos)
+{
+    return !hsri_kv_is_plain(s->format) && page >= s->sink && page + s->window <= pos / 64;
+}
+
+/* ---- runs ---- */
+
+typedef enum op { DENSE, FIXED, FIXED_RUNS, LIST } op;
+
+typedef struct call {
+    op              op;
+    const uint32_t *pos;
+    uint32_t        n_rows, g0, g1;
+    const uint32_t *pick_of, *units, *counts;   /* of lists */
+    uint32_t        n_picks, stride;
+} call;
+
+static void rotate(const world *w, uint32_t head, const float *q, float *rotated)
+{
+    uint32_t d = w->s.d;
+    hsri_calibration_record record = hsri_calibration_at(w->calibration, N_KV, LAYER, head / (N_HEADS / N_KV), d);
+
+    for (uint32_t j = 0; j < d; j++) {
+        double sum = 0;
+
+        for (uint32_t i = 0; i < d; i++)
+            sum += (double)q[i] * record.b[i * d + j];
+        rotated[j] = (float)sum;
+    }
+}
+
+static float *run(world *w, const call *c)
+{
+    uint32_t  d = w->s.d, n_kept = w->n_buffers;
+    uint64_t  n = (uint64_t)c->n_rows * N_HEADS, bytes = n * (c->g1 - c->g0) * (2 + d) * sizeof(float);
+    hsri_row *rows = calloc(c->n_rows, sizeof *rows);
+    float    *queries = malloc(n * d * sizeof *queries), *rotated = malloc(n * d * sizeof *rotated), *result;
+    hsri_ref  q, r, part = room(w, bytes);
+
+    for (uint32_t i = 0; i < c->n_rows; i++) {
+        rows[i].pos = c->pos[i];
+        for (uint32_t h = 0; h < N_HEADS; h++) {
+            for (uint32_t j = 0; j < d; j++)
+                queries[(i * N_HEADS + h) * d + j] = query_at(c->pos[i], h, d, j);
+            rotate(w, h, queries + (i * N_HEADS + h) * d, rotated + (i * N_HEADS + h) * d);
+        }
+    }
+    hsri_batch batch = { upload(w, rows, c->n_rows * sizeof *rows), w->seqs, c->n_rows, 1 };
+    q = upload(w, queries, n * d * sizeof *queries);
+    r = upload(w, rotated, n * d * sizeof *rotated);
+    if (c->op == DENSE) {
+        w->dev->ops.attend(w->q, &batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, c->g0, c->g1, part);
+    } else if (c->op == LIST) {
+        hsri_lists lists = { .units = upload(w, c->units, (uint64_t)c->n_picks * N_KV * c->stride * 4),
+                             .counts = upload(w, c->counts, (uint64_t)c->n_picks * N_KV * 4), .stride = c->stride, .n_picks = c->n_picks };
+        hsri_ref   picks = upload(w, c->pick_of, c->n_rows * 4);
+
+        w->dev->ops.attend_list(w->q, &batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, picks, &lists, c->g0, c->g1, part);
+    } else {
+        w->dev->ops.attend_fixed(w->q, &batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, c->g1, c->op == FIXED_RUNS, part);
+    }
+    result = download(w, part, bytes);
+    for (; w->n_buffers > n_kept; w->n_buffers--)
+        w->dev->free(w->dev, w->buffers[w->n_buffers - 1]);
+    free(rows);
+    free(queries);
+    free(rotated);
+    return result;
+}
+
+/* Which tokens group g of a row has. */
+static void naive_group(const world *w, const call *c, uint32_t row, uint32_t head, uint32_t g, naive *n)
+{
+    uint32_t pos = c->pos[row], page = pos / 64, sink_groups = (w->s.sink + 15) / 16, first = 0, end = 0;
+
+    *n = (naive){ .m = -INFINITY };
+    if (c->op == LIST) {
+        uint32_t list = c->pick_of[row] * N_KV + head / (N_HEADS / N_KV);
+
+        for (uint32_t i = g * 8; i < g * 8 + 8 && i < c->counts[list]; i++)
+            for (uint32_t t = 0; t < 16; t++)
+                naive_see(w, n, pos, head, c->units[list * c->stride + i] * 16 + t, !hsri_kv_is_plain(w->s.format));
+        return;
+    }
+    if (c->op == DENSE) {
+        first = g * 16;
+        end = first + 16;
+    } else if (g < sink_groups) {
+        first = g * 16;
+        end = first + 16 < w->s.sink ? first + 16 : w->s.sink;
+    } else if (g == sink_groups) {
+        if (c->op == FIXED_RUNS && page % 2 == 1 && page >= w->s.window + w->s.sink) {
+            first = page - w->s.window;
+            end = first + 1;
+        }
+    } else {
+        uint32_t start = page + 1 > w->s.window ? page + 1 - w->s.window : 0;
+
+        first = (start > w->s.sink ? start : w->s.sink) + (g - sink_groups - 1) * 16;
+        end = first + 16;
+    }
+    for (uint32_t t = first * 64; t < end * 64 && t <= pos; t++)
+        naive_see(w, n, pos, head, t, reads_sealed(&w->s, t / 64, pos));
+}
+
+static void check_result(const world *w, const call *c, const float *part, double tolerance)
+{
+    uint32_t d = w->s.d, n_groups = c->g1 - c->g0;
+
+    for (uint32_t i = 0; i < c->n_rows * N_HEADS * n_groups; i++) {
+        const float *got = part + (uint64_t)i * (2 + d);
+        naive        n;
+
+        naive_group(w, c, i / n_groups / N_HEADS, i / n_groups % N_HEADS, c->g0 + i % n_groups, &n);
+        if (n.l == 0) {
+            if (!CHECK(got[0] == -INFINITY && got[1] == 0 && got[2] == 0 && got[1 + d] == 0))
+                return;
+            continue;
+        }
+        bool ok = fabs(got[0] + log(got[1]) - n.m - log(n.l)) <= tolerance;
+        for (uint32_t j = 0; j < d && ok; j++)
+            ok = fabs(got[2 + j] / got[1] - n.o[j] / n.l) <= tolerance * (1 + n.size);
+        if (!CHECK(ok)) {
+            fprintf(stderr, "  format %u, d %u, op %d, row at %u, head %u, group %u: m %g l %g o %g, expected %g %g %g\n", w->s.format, d,
+                    c->op, c->pos[i / n_groups / N_HEADS], i / n_groups % N_HEADS, c->g0 + i % n_groups, (double)got[0], (double)got[1],
+                    (double)(got[2] / got[1]), n.m, n.l, n.o[0] / n.l);
+            return;
+        }
+    }
+}
+
+static void check_equal(const float *a, const float *b, uint64_t n) { CHECK(memcmp(a, b, n * sizeof *a) == 0); }
+
+/* Each row alone, and the groups in waves. */
+static void check_bits(world *w, const call *c, const float *part)
+{
+    uint32_t d = w->s.d, n_groups = c->g1 - c->g0;
+    uint64_t per_row = (uint64_t)N_HEADS * n_groups * (2 + d);
+
+    for (uint32_t row = 0; row < c->n_rows; row += c->n_rows > 40 ? 13 : 1) {
+        call   one = *c;
+        float *alone;
+
+        one.pos += row;
+        one.pick_of = c->pick_of ? c->pick_of + row : NULL;
+        one.n_rows = 1;
+        alone = run(w, &one);
+        check_equal(alone, part + row * per_row, per_row);
+        free(alone);
+    }
+    for (uint32_t g = c->g0; g < c->g1 && (c->op == DENSE || c->op == LIST); g++) {
+        call   wave = *c;
+        float *alone;
+
+        wave.g0 = g;
+        wave.g1 = g + 1;
+        alone = run(w, &wave);
+        for (uint32_t i = 0; i < c->n_rows * N_HEADS; i++)
+            check_equal(alone + (uint64_t)i * (2 + d), part + ((uint64_t)i * n_groups + g - c->g0) * (2 + d), 2 + d);
+        free(alone);
+    }
+}
+
+/* ---- the calls ---- */
+
+enum { N_POS = 24 + 150, N_LISTS = 5, STRIDE = 40 };
+
+/* The last tokens of every kind of page, a few neighbours, then a run of rows over a page boundary. */
+static uint32_t positions(const shape *s, uint32_t *pos)
+{
+    static const uint32_t some[] = { 0, 1, 63, 64, 65, 127, 128, 192, 255, 320, 500, 639, 640, 1000, 1023, 1024, 1100, 1300 };
+    uint32_t n = 0;
+
+    for (uint32_t i = 0; i < sizeof some / sizeof *some; i++)
+        if (some[i] + 150 < s->n_tokens)
+            pos[n++] = some[i];
+    for (uint32_t i = 0; i < 150; i++)
+        pos[n++] = s->n_tokens - 150 + i;
+    return n;
+}
+
+static uint32_t make_lists(const shape *s, uint32_t *units, uint32_t *counts)
+{
+    static const uint32_t wanted[] = { 1, 8, 9, 37, 16, 3, 0, 40, 25, 24 };
+    uint32_t n_units = s->n_tokens / 64 * 4;
+
+    for (uint32_t list = 0; list < N_LISTS * N_KV; list++) {
+        uint32_t unit = list % 3;
+
+        counts[list] = 0;
+        for (uint32_t i = 0; i < wanted[list % 10] && unit < n_units; i++) {
+            units[list * STRIDE + counts[list]++] = unit;
+            unit += hsri_rng_unit(50, list * 100 + i) < 0.5 ? 1 : 1 + (uint32_t)(4 * hsri_rng_unit(51, list * 100 + i));
+        }
+    }
+    return N_LISTS;
+}
+
+static void test_shape(shape s, int32_t isa)
+{
+    static const struct { int32_t n_threads; bool async; } variants[] = { { 1, false }, { 2, false }, { 3, true } };
+    uint32_t pos[N_POS], pick_of[N_POS], units[N_LISTS * N_KV * STRIDE] = { 0 }, counts[N_LISTS * N_KV], n = positions(&s, pos);
+    float   *first[4] = { NULL };
+
+    for (uint32_t i = 0; i < n; i++)
+        pick_of[i] = i < 6 ? i % N_LISTS : i * N_LISTS / n;
+    make_lists(&s, units, counts);
+    call calls[] = {
+        { .op = DENSE, .pos = pos, .n_rows = n, .g0 = 0, .g1 = (s.n_tokens + 1023) / 1024 },
+        { .op = FIXED, .pos = pos, .n_rows = n, .g1 = 2 + (s.sink + 15) / 16 + (s.window + 15) / 16 },
+        { .op = FIXED_RUNS, .pos = pos, .n_rows = n, .g1 = 2 + (s.sink + 15) / 16 + (s.window + 15) / 16 },
+        { .op = LIST, .pos = pos, .n_rows = n, .g0 = 0, .g1 = 5, .pick_of = pick_of, .units = units, .counts = counts, .n_picks = N_LISTS,
+          .stride = STRIDE },
+    };
+    for (uint32_t v = 0; v < sizeof variants / sizeof *variants; v++) {
+        world  w = world_open(s, variants[v].n_threads, isa, variants[v].async);
+        double tolerance = w.dev->isa == HSR_ISA_AMX && s.plain == HSRI_KV_TYPE_BF16 ? 0.03 : 2e-4;
+
+        for (uint32_t i = 0; i < 4; i++) {
+            float *part = run(&w, &calls[i]);
+
+            if (v == 0) {
+                first[i] = part;
+                check_result(&w, &calls[i], part, tolerance);
+                check_bits(&w, &calls[i], part);
+                continue;
+            }
+            check_equal(part, first[i], (uint64_t)n * N_HEADS * (calls[i].g1 - calls[i].g0) * (2 + s.d));
+            free(part);
+        }
+        world_close(&w);
+    }
+    for (uint32_t i = 0; i < 4; i++)
+        free(first[i]);
+}
+
+int main(int argc, char **argv)
+{
+    int32_t first = HSR_ISA_REFERENCE, last = hsri_cpu_allow_amx() ? hsri_cpu_isa() : (int32_t)hsri_min(HSR_ISA_AVX512, (uint64_t)hsri_cpu_isa());
+
+    if (argc > 1)
+        first = last = atoi(argv[1]);
+    for (int32_t isa = first; isa <= last; isa++) {
+        test_shape((shape){ HSRI_KV_TYPE_F32, HSRI_KV_TYPE_F32, 32, 1, 2, 1400 }, isa);
+        test_shape((shape){ HSRI_KV_TYPE_BF16, HSRI_KV_TYPE_BF16, 64, 2, 19, 1500 }, isa);
+        test_shape((shape){ HSRI_KV_TYPE_BF16, HSRI_KV_TYPE_INT8, 40, 1, 1, 1500 }, isa);
+        test_shape((shape){ HSRI_KV_TYPE_F32, HSRI_KV_TYPE_COMPACT, 64, 1, 2, 1500 }, isa);
+        test_shape((shape){ HSRI_KV_TYPE_BF16, HSRI_KV_TYPE_COMPACT, 48, 0, 17, 1400 }, isa);
+        test_shape((shape){ HSRI_KV_TYPE_F32, HSRI_KV_TYPE_VTQ, 32, 2, 1, 1400 }, isa);
+    }
+    return CHECK_REPORT();
+}

@@ -1,0 +1,548 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The operations `rotate` and `select` against a plain computation in double precision; and the same bytes from every number of threads,
+ * from the lagging debug back end, and for rows alone or in company. `--bench [threads]` prints their speed instead. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/array.h"
+#include "base/clock.h"
+#include "base/cpu.h"
+#include "check.h"
+#include "device/cpu/backend.h"
+#include "index_oracle.h"
+
+#define LAYERS 2u
+#define LAYER 1u
+#define KV_HEADS 2u
+#define MOST_SEQS 4u
+#define MOST_FORCED 4u
+#define NO_PAGE UINT32_MAX
+
+typedef struct rig {
+    hsri_device *dev;
+    hsri_queue  *q;
+    uint32_t     buffers[64];
+    uint32_t     n_buffers;
+} rig;
+
+static rig rig_open(int32_t n_threads, int32_t isa, bool async)
+{
+    rig r = { 0 };
+
+    CHECK(hsri_cpu_device_create(n_threads, isa, NULL, &r.dev, NULL) == HSR_OK);
+    if (async)
+        CHECK(hsri_async_device_create(r.dev, &r.dev, NULL) == HSR_OK);
+    CHECK(r.dev->queue_create(r.dev, &r.q, NULL) == HSR_OK);
+    return r;
+}
+
+static void rig_close(rig *r)
+{
+    for (uint32_t i = 0; i < r->n_buffers; i++)
+        r->dev->free(r->dev, r->buffers[i]);
+    r->dev->queue_destroy(r->q);
+    r->dev->destroy(r->dev);
+}
+
+static hsri_ref room(rig *r, uint64_t bytes)
+{
+    hsri_ref ref = { 0 };
+
+    CHECK(r->dev->alloc(r->dev, bytes, &ref.buf, NULL) == HSR_OK);
+    r->buffers[r->n_buffers++] = ref.buf;
+    return ref;
+}
+
+static hsri_ref upload(rig *r, const void *data, uint64_t bytes)
+{
+    hsri_ref ref = room(r, bytes);
+
+    r->dev->copy_in(r->q, ref, data, bytes);
+    CHECK(r->dev->wait(r->q, NULL) == HSR_OK);
+    return ref;
+}
+
+/* ---- sequences with an index ---- */
+
+typedef struct world {
+    uint32_t d, n_heads, n_seqs, n_rows, n_picks, sink, window, n_forced, most_pages, stride;
+    float    scale, reach;
+    hsri_index_shape shape;
+    uint8_t *pool;
+    uint64_t pool_bytes;
+    uint32_t *slabs[MOST_SEQS], *pages[MOST_SEQS];
+    float    *calibration, *queries, *rotated, *acc;
+    hsri_row  rows[HSRI_PICK_ROWS];
+    hsri_pick picks[MOST_SEQS];
+    hsri_sparse settings[MOST_SEQS];
+    uint32_t  forced[MOST_SEQS][LAYERS * KV_HEADS * MOST_FORCED];
+} world;
+
+static uint32_t group_of(const world *w) { return w->n_heads / KV_HEADS; }
+
+static const float *record_of(const world *w, uint32_t kv_head) { return w->calibration + (LAYER * KV_HEADS + kv_head) * hsri_calibration_floats(w->d); }
+
+static uint32_t sealed_pages(const world *w, uint32_t pos)
+{
+    uint32_t page = pos / HSRI_PAGE_TOKENS;
+
+    return page + 1 > w->window ? page + 1 - w->window : 0;
+}
+
+static const uint8_t *entry_of(const world *w, uint32_t seq, uint32_t kv_head, uint32_t page)
+{
+    uint32_t slab = w->slabs[seq][(page / w->shape.per_slab * LAYERS + LAYER) * KV_HEADS + kv_head];
+
+    return w->pool + (uint64_t)(slab >> 8) * HSRI_BLOCK_BYTES + (slab & 255) * HSRI_SLAB_BYTES + page % w->shape.per_slab * w->shape.entry_bytes;
+}
+
+static float *key_values(const world *w, uint32_t seq, uint32_t kv_head, uint32_t page, float *v)
+{
+    float *k = malloc(64 * w->d * sizeof *k);
+
+    fill_noise(k, 64 * w->d, 1000 + (seq * 5000 + page) * KV_HEADS + kv_head, 2.0f);
+    fill_noise(v, 64 * w->d, 900000 + (seq * 5000 + page) * KV_HEADS + kv_head, 2.0f);
+    return k;
+}
+
+/* Entries and, for the oracle, bf16-free plain pages of `n` pages of a sequence. */
+static void fill_sequence(world *w, const hsri_kernels *kernels, uint32_t seq, uint32_t n, bool with_pages)
+{
+    uint32_t n_slabs = n / w->shape.per_slab + 1, d = w->d;
+    uint64_t page_bytes = hsri_round_up(hsri_plain_page_bytes(HSRI_KV_TYPE_F32, d), 4096), per_block = HSRI_BLOCK_BYTES / page_bytes;
+    float   *v = malloc(64 * d * sizeof *v), *scratch = malloc(hsri_index_scratch(d) * sizeof *scratch);
+
+    w->slabs[seq] = calloc(n_slabs * LAYERS * KV_HEADS, sizeof(uint32_t));
+    w->pages[seq] = calloc(n * LAYERS * KV_HEADS, sizeof(uint32_t));
+    for (uint32_t i = 0; i < n_slabs * LAYERS * KV_HEADS; i++)   /* scattered: each sequence has 2 blocks, slabs in falling order */
+        w->slabs[seq][i] = (seq * 2 + i / 16) << 8 | (15 - i % 16);
+    for (uint32_t kv_head = 0; kv_head < KV_HEADS; kv_head++) {
+        hsri_calibration_record record = hsri_calibration_at(w->calibration, KV_HEADS, LAYER, kv_head, d);
+
+        for (uint32_t page = 0; page < n; page++) {
+            float   *k = key_values(w, seq, kv_head, page, v);
+            uint32_t at = (page * LAYERS + LAYER) * KV_HEADS + kv_head, slot = page * KV_HEADS + kv_head;
+
+            kernels->sparse.encode(&w->shape, &record, k, v, (uint8_t *)(uintptr_t)entry_of(w, seq, kv_head, page), scratch);
+            w->pages[seq][at] = !with_pages ? 0 : (uint32_t)((8 + seq * 4 + slot / per_block) << 8 | slot % per_block);
+            for (uint32_t t = 0; t < 64 && with_pages; t++)
+                kernels->page_put[HSRI_KV_TYPE_F32](w->pool + (uint64_t)(w->pages[seq][at] >> 8) * HSRI_BLOCK_BYTES + (w->pages[seq][at] & 255) * page_bytes,
+                                                    d, t, k + t * d, v + t * d);
+            free(k);
+        }
+    }
+    free(v);
+    free(scratch);
+}
+
+typedef struct scenario {
+    const char *name;
+    uint32_t kind, d, n_4bit, n_2bit, n_heads, sink, window, selector, slice_units, budget, n_forced, flags, run;
+    uint32_t pos[MOST_SEQS];   /* of the last token of each sequence, 0: no more sequences; `run`: of the first of 128 */
+    float    ratio, reach;     /* reach: size of queries */
+} scenario;
+
+static world *world_new(const scenario *s, const hsri_kernels *kernels)
+{
+    world *w = calloc(1, sizeof *w);
+
+    *w = (world){ .d = s->d, .n_heads = s->n_heads, .sink = s->sink, .window = s->window, .reach = s->reach, .n_forced = s->n_forced, .scale = 1 / sqrtf((float)s->d),
+                  .shape = shape_of(s->kind, s->d, s->n_4bit, s->n_2bit), .pool_bytes = (s->selector == HSRI_SELECT_ORACLE ? 24ull : 8ull) * HSRI_BLOCK_BYTES };
+    w->pool = hsri_new_aligned(w->pool_bytes, 1);
+    w->calibration = malloc(LAYERS * KV_HEADS * hsri_calibration_floats(w->d) * sizeof(float));
+    for (uint32_t i = 0; i < LAYERS * KV_HEADS; i++)
+        fill_calibration(w->calibration + i * hsri_calibration_floats(w->d), w->d, 7 * i);
+    for (uint32_t seq = 0; seq < MOST_SEQS && s->pos[seq]; seq++, w->n_seqs++) {
+        uint32_t n_rows = s->run ? HSRI_PICK_ROWS : 1, n = sealed_pages(w, s->pos[seq]);
+
+        w->picks[w->n_picks++] = (hsri_pick){ w->n_rows, n_rows };
+        for (uint32_t i = 0; i < n_rows; i++)
+            w->rows[w->n_rows++] = (hsri_row){ seq, s->pos[seq] + i };
+        w->most_pages = (uint32_t)hsri_max(w->most_pages, n);
+        w->settings[seq] = (hsri_sparse){ .selector = s->selector, .flags = s->flags, .budget_units = s->budget, .slice_units = s->slice_units,
+                                          .ratio = s->ratio, .coarse_pages = 4, .fine_units = 4, .top_coarse = 5, .top_fine = 6,
+                                          .n_forced = s->n_forced, .seed = 77 };
+        for (uint32_t i = 0; i < LAYERS * KV_HEADS * MOST_FORCED; i++)
+            w->forced[seq][i] = NO_PAGE;
+        /* selectable ones, one of the sink, one of the window */
+        for (uint32_t i = 0; i < LAYERS * KV_HEADS && s->n_forced == MOST_FORCED; i++)
+            memcpy(&w->forced[seq][i * MOST_FORCED], (uint32_t[]){ 0, s->sink + i % 2, s->sink + n / 2, n }, MOST_FORCED * sizeof(uint32_t));
+        fill_sequence(w, kernels, seq, n ? n : 1, s->selector == HSRI_SELECT_ORACLE);
+    }
+    w->stride = (uint32_t)hsri_max(s->budget, (uint64_t)ceil((double)s->ratio * w->most_pages * 4)) + 4 * s->n_forced;
+    w->queries = malloc(w->n_rows * w->n_heads * w->d * sizeof(float));
+    w->rotated = malloc(w->n_rows * w->n_heads * w->d * sizeof(float));
+    w->acc = malloc(w->n_rows * w->n_heads * (w->d + 2) * sizeof(float));
+    fill_noise(w->queries, w->n_rows * w->n_heads * w->d, 5, s->reach);
+    fill_noise(w->acc, w->n_rows * w->n_heads * (w->d + 2), 6, 3.0f);
+    for (uint32_t i = 0; i < w->n_rows * w->n_heads; i++)
+        w->acc[i * (w->d + 2) + 1] = 1.5f + (float)(i % 5);
+    return w;
+}
+
+static void world_free(world *w)
+{
+    for (uint32_t i = 0; i < w->n_seqs; i++) {
+        free(w->slabs[i]);
+        free(w->pages[i]);
+    }
+    free(w->pool);
+    free(w->calibration);
+    free(w->queries);
+    free(w->rotated);
+    free(w->acc);
+    free(w);
+}
+
+/* ---- running ---- */
+
+typedef struct result {
+    uint32_t *units, *counts;
+    float    *virtual_part, *covered, *rotated;
+} result;
+
+static void result_free(result *r)
+{
+    free(r->units);
+    free(r->counts);
+    free(r->virtual_part);
+    free(r->covered);
+    free(r->rotated);
+}
+
+/* Rows [row0, row0 + n_rows) of picks [pick0, pick0 + n_picks). */
+static result run_select(rig *r, const world *w, uint32_t pick0, uint32_t n_picks)
+{
+    uint32_t  row0 = w->picks[pick0].row, n_rows = w->picks[pick0 + n_picks - 1].row + w->picks[pick0 + n_picks - 1].n_rows - row0, d = w->d;
+    uint64_t  n_lists = n_picks * KV_HEADS, n = n_rows * w->n_heads;
+    hsri_seq  seqs[MOST_SEQS] = { 0 };
+    hsri_pick picks[MOST_SEQS];
+    hsri_sparse settings[MOST_SEQS];
+    hsri_kv_view kv = { .pool_buf = upload(r, w->pool, w->pool_bytes).buf, .n_layers = LAYERS, .n_kv_heads = KV_HEADS, .head_dim = d,
+                        .calibration = upload(r, w->calibration, LAYERS * KV_HEADS * hsri_calibration_floats(d) * sizeof(float)) };
+    hsri_batch batch = { .n_rows = n_rows, .n_seqs = w->n_seqs };
+    hsri_ref   queries = upload(r, w->queries + row0 * w->n_heads * d, n * d * sizeof(float)), rotated = room(r, n * d * sizeof(float));
+    hsri_ref   acc = upload(r, w->acc + row0 * w->n_heads * (d + 2), n * (d + 2) * sizeof(float)), scratch, d_settings, d_picks;
+    hsri_lists lists = { .stride = w->stride, .n_picks = n_picks };
+    uint32_t   n_votes = 0;
+    result     out;
+
+    kv.slot_bytes[HSRI_KV_TYPE_F32] = (uint32_t)hsri_round_up(hsri_plain_page_bytes(HSRI_KV_TYPE_F32, d), 4096);
+    for (uint32_t i = 0; i < w->n_seqs; i++) {
+        uint64_t n_slabs = (w->shape.per_slab ? w->most_pages / w->shape.per_slab : 0) + 1;
+
+        seqs[i] = (hsri_seq){ .sealed = upload(r, w->pages[i], (sealed_pages(w, w->rows[w->picks[i].row].pos) + 0ull) * LAYERS * KV_HEADS * 4),
+                              .index = upload(r, w->slabs[i], hsri_min(n_slabs, 1 + sealed_pages(w, w->rows[w->picks[i].row].pos) / w->shape.per_slab) *
+                                              LAYERS * KV_HEADS * 4),
+                              .sink_pages = w->sink, .window_pages = w->window, .index_shape = w->shape };
+        settings[i] = w->settings[i];
+        settings[i].forced = upload(r, w->forced[i], sizeof w->forced[i]);
+    }
+    for (uint32_t i = 0; i < n_picks; i++) {
+        picks[i] = (hsri_pick){ w->picks[pick0 + i].row - row0, w->picks[pick0 + i].n_rows };
+        n_votes += (picks[i].n_rows + HSRI_PICK_STRIDE - 1) / HSRI_PICK_STRIDE;
+    }
+    batch.rows = upload(r, w->rows + row0, n_rows * sizeof *w->rows);
+    batch.seqs = upload(r, seqs, w->n_seqs * sizeof *seqs);
+    d_settings = upload(r, settings, sizeof settings);
+    d_picks = upload(r, picks, sizeof picks);
+    scratch = room(r, hsri_select_scratch(n_votes, n_picks, w->n_heads, KV_HEADS, d, w->most_pages));
+    lists.units = room(r, n_lists * w->stride * 4);
+    lists.counts = room(r, n_lists * 4);
+    lists.virtual_part = room(r, n * (d + 2) * 4);
+    lists.covered = room(r, n * 4);
+    r->dev->ops.rotate(r->q, &kv, LAYER, w->n_heads, n_rows, queries, rotated);
+    r->dev->ops.select(r->q, &batch, &kv, LAYER, w->n_heads, w->scale, queries, rotated, acc, d_settings, d_picks, scratch, &lists);
+    out = (result){ calloc(n_lists * w->stride + 1, 4), calloc(n_lists, 4), calloc(n * (d + 2), 4), calloc(n, 4), calloc(n * d, 4) };
+    r->dev->copy_out(r->q, out.units, lists.units, n_lists * w->stride * 4);
+    r->dev->copy_out(r->q, out.counts, lists.counts, n_lists * 4);
+    r->dev->copy_out(r->q, out.virtual_part, lists.virtual_part, n * (d + 2) * 4);
+    r->dev->copy_out(r->q, out.covered, lists.covered, n * 4);
+    r->dev->copy_out(r->q, out.rotated, rotated, n * d * 4);
+    CHECK(r->dev->wait(r->q, NULL) == HSR_OK);
+    for (uint32_t i = 0; i < r->n_buffers; i++)
+        r->dev->free(r->dev, r->buffers[i]);
+    r->n_buffers = 0;
+    return out;
+}
+
+/* ---- what it should be ---- */
+
+static bool near(double got, double want, double tolerance)
+{
+    if (fabs(got - want) <= tolerance || (isnan(got) && isnan(want)) || got == want)
+        return true;
+    fprintf(stderr, "got %.9g, want %.9g within %.3g\n", got, want, tolerance);
+    return false;
+}
+
+static double log_mass(const world *w, uint32_t seq, uint32_t kv_head, uint32_t unit, uint64_t query)
+{
+    uint32_t       d = w->d, selector = w->settings[seq].selector;
+    const float   *q = w->queries + query * d;
+    double         sum = 0;
+
+    if (selector != HSRI_SELECT_ORACLE) {
+        selector = selector == HSRI_SELECT_CLUSTER ? HSRI_SELECT_SKETCH : selector == HSRI_SELECT_SKETCH || selector == HSRI_SELECT_MINMAX || selector == HSRI_SELECT_GAUSSIAN
+                   ? selector : HSRI_SELECT_MEAN;
+        return unit_log_mass(&w->shape, entry_of(w, seq, kv_head, unit / 4), record_of(w, kv_head), selector, unit % 4, q, w->rotated + query * d,
+                             (double)w->scale);
+    }
+    float *v = malloc(64 * d * sizeof *v), *k = key_values(w, seq, kv_head, unit / 4, v);
+
+    for (uint32_t t = unit % 4 * 16; t < unit % 4 * 16 + 16; t++) {
+        double logit = 0;
+
+        for (uint32_t j = 0; j < d; j++)
+            logit += (double)q[j] * (double)k[t * d + j];
+        sum += exp((double)w->scale * logit);
+    }
+    free(k);
+    free(v);
+    return log(sum);
+}
+
+/* Everything about one list. */
+static void check_list(const world *w, const result *r, uint32_t pick, uint32_t kv_head, double tolerance)
+{
+    const hsri_pick   *p = &w->picks[pick];
+    uint32_t           seq = w->rows[p->row].seq, end = sealed_pages(w, w->rows[p->row].pos), first = w->sink;
+    uint32_t           n_pages = end > first ? end - first : 0, n_units = n_pages * 4, count = r->counts[pick * KV_HEADS + kv_head], g = group_of(w), d = w->d;
+    const uint32_t    *units = r->units + (pick * KV_HEADS + kv_head) * w->stride;
+    const hsri_sparse *s = &w->settings[seq];
+    double            *worth = calloc(n_units + 1, sizeof *worth), *mass = calloc(n_units + 1, sizeof *mass);
+    bool              *chosen = calloc(n_units + 1, 1), *forced = calloc(n_units + 1, 1), sorted = true;
+    uint64_t           budget = s->budget_units;
+    uint32_t           n_forced = 0, n_slices = 0;
+    double             least = INFINITY, most = -1;
+
+    for (uint32_t i = 0; i < count; i++) {
+        sorted &= units[i] >= first * 4 && units[i] < end * 4 && (i == 0 || units[i] > units[i - 1]);
+        if (sorted)
+            chosen[units[i] - first * 4] = true;
+    }
+    if (!CHECK(sorted) || !CHECK(count <= w->stride))
+        goto done;
+    for (uint32_t i = 0; i < s->n_forced; i++) {
+        uint32_t page = w->forced[seq][(LAYER * KV_HEADS + kv_head) * s->n_forced + i];
+
+        for (uint32_t u = 0; u < 4 && page >= first && page < end; u++) {
+            CHECK(chosen[(page - first) * 4 + u]);
+            n_forced += !forced[(page - first) * 4 + u];
+            forced[(page - first) * 4 + u] = true;
+        }
+    }
+    for (uint32_t vote = 0; vote < p->n_rows; vote += HSRI_PICK_STRIDE) {
+        for (uint32_t h = kv_head * g; h < (kv_head + 1) * g; h++) {
+            uint64_t     query = (uint64_t)(p->row + vote) * w->n_heads + h;
+            const float *acc = w->acc + query * (d + 2), *part = r->virtual_part + query * (d + 2);
+            double       exact = (double)acc[0] + log((double)acc[1]), top = exact, all, seen, left = 0, *o = calloc(d, sizeof *o);
+
+            for (uint32_t u = 0; u < n_units; u++) {
+                mass[u] = log_mass(w, seq, kv_head, first * 4 + u, query);
+                top = fmax(top, mass[u]);
+            }
+            all = seen = exp(exact - top);
+            for (uint32_t u = 0; u < n_units; u++) {
+                mass[u] = exp(mass[u] - top);
+                all += mass[u];
+                seen += chosen[u] ? mass[u] : 0;
+            }
+            for (uint32_t u = 0; u < n_units; u++) {
+                worth[u] += mass[u] / all;
+                if (chosen[u])
+                    continue;
+                left += mass[u];
+                for (uint32_t j = 0; j < d; j++)
+                    o[j] += mass[u] * mean_value(&w->shape, entry_of(w, seq, kv_head, first + u / 4), record_of(w, kv_head) + 2 * d * d + d, j);
+            }
+            CHECK(near((double)r->covered[query], seen / all, tolerance));
+            if (p->n_rows == 1 && (s->flags & HSRI_SPARSE_VIRTUAL) && s->selector != HSRI_SELECT_MINMAX && left > 1e-30 * all) {
+                CHECK(near((double)part[0] + log((double)part[1]), top + log(left), 3 * tolerance));
+                for (uint32_t j = 0; j < d; j++)
+                    CHECK(near((double)part[2 + j] / (double)part[1], o[j] / left, 4 * tolerance));
+            } else if (left <= 0 || part[1] == 0.0f || p->n_rows > 1) {
+                CHECK(part[0] == -INFINITY && part[1] == 0.0f && part[2] == 0.0f);
+            }
+            free(o);
+        }
+    }
+    if (s->ratio > 0)
+        budget = hsri_max(budget, (uint64_t)ceil((double)s->ratio * n_units));
+    if (s->selector == HSRI_SELECT_HISTORY)
+        budget = 0;
+    if (s->selector == HSRI_SELECT_CLASSIC)
+        budget = hsri_min(budget, s->top_fine * s->fine_units);
+    if (budget >= n_units)
+        CHECK(count == n_units);
+    else if (s->n_forced == 0)
+        CHECK(count == budget / s->slice_units * s->slice_units);
+    else
+        CHECK(count <= budget + n_forced && count > n_forced - 1);
+    if (s->selector <= HSRI_SELECT_CLUSTER && s->selector != HSRI_SELECT_CLASSIC) {
+        for (uint32_t u = 0; u < n_units; u += s->slice_units, n_slices++) {
+            double slice = 0;
+
+            for (uint32_t i = u; i < u + s->slice_units; i++) {
+                CHECK(chosen[i] == chosen[u]);
+                slice += worth[i];
+            }
+            if (chosen[u] && !forced[u])
+                least = fmin(least, slice);
+            if (!chosen[u])
+                most = fmax(most, slice);
+        }
+        CHECK(most < 1e-30 || least > most * (1 - tolerance));
+    }
+done:
+    free(worth);
+    free(mass);
+    free(chosen);
+    free(forced);
+}
+
+static void check_rotated(const world *w, const result *r)
+{
+    for (uint32_t i = 0; i < w->n_rows * w->n_heads; i++) {
+        const float *b = record_of(w, i % w->n_heads / group_of(w)) + w->d * w->d;
+
+        for (uint32_t c = 0; c < w->d; c++) {
+            double want = 0;
+
+            for (uint32_t j = 0; j < w->d; j++)
+                want += (double)w->queries[i * w->d + j] * (double)b[j * w->d + c];
+            if (!near((double)r->rotated[i * w->d + c], want, 1e-6 * w->d * fmax(1, (double)w->reach))) {
+                CHECK(false);
+                return;
+            }
+        }
+    }
+}
+
+static bool same(const world *w, const result *a, uint32_t pick_a, const result *b, uint32_t n_picks)
+{
+    uint32_t row = w->picks[pick_a].row, n_rows = w->picks[pick_a + n_picks - 1].row + w->picks[pick_a + n_picks - 1].n_rows - row;
+    bool     ok = true;
+
+    for (uint32_t i = 0; i < n_picks * KV_HEADS; i++) {
+        uint32_t list = pick_a * KV_HEADS + i;
+
+        ok &= a->counts[list] == b->counts[i] && memcmp(a->units + list * w->stride, b->units + i * w->stride, b->counts[i] * sizeof(uint32_t)) == 0;
+    }
+    ok &= memcmp(a->virtual_part + row * w->n_heads * (w->d + 2), b->virtual_part, n_rows * w->n_heads * (w->d + 2) * sizeof(float)) == 0;
+    ok &= memcmp(a->covered + row * w->n_heads, b->covered, n_rows * w->n_heads * sizeof(float)) == 0;
+    return ok && memcmp(a->rotated + row * w->n_heads * w->d, b->rotated, n_rows * w->n_heads * w->d * sizeof(float)) == 0;
+}
+
+/* ---- scenarios ---- */
+
+#define SKETCH24 HSRI_INDEX_SKETCH, 64, 24, 0
+#define VIRTUAL HSRI_SPARSE_VIRTUAL
+
+static const scenario scenarios[] = {
+    { "sketch", SKETCH24, 14, 1, 2, HSRI_SELECT_SKETCH, 1, 40, 0, VIRTUAL, 0, { 6500, 3000, 9001, 130 }, 0, 5 },
+    { "sketch, slices of 2, forced", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 2, 33, 4, VIRTUAL, 0, { 6500, 3000, 9001 }, 0, 3 },
+    { "sketch, whole pages, no sink", SKETCH24, 4, 0, 1, HSRI_SELECT_SKETCH, 4, 24, 4, VIRTUAL, 0, { 6463, 64, 127, 63 }, 0, 3 },
+    { "sketch, ratio", HSRI_INDEX_SKETCH, 128, 16, 48, 6, 2, 3, HSRI_SELECT_SKETCH, 1, 3, 0, VIRTUAL, 0, { 4000, 1 }, 0.1f, 3 },
+    { "sketch, everything", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 1, 600, 4, VIRTUAL, 0, { 6500, 3000, 256, 255 }, 0, 3 },
+    { "sketch, far logits", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 1, 40, 0, VIRTUAL, 0, { 6500, 3000 }, 0, 400 },
+    { "sketch, a prompt run", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 1, 64, 4, VIRTUAL, 1, { 4096 }, 0, 3 },
+    { "cluster", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 0, { 3000 }, 0, 3 },
+    { "mean", SKETCH24, 6, 1, 2, HSRI_SELECT_MEAN, 4, 40, 0, VIRTUAL, 0, { 6500 }, 0, 3 },
+    { "mean, ties", HSRI_INDEX_MINMAX, 20, 0, 0, 6, 1, 2, HSRI_SELECT_MEAN, 1, 42, 0, VIRTUAL, 0, { 3000 }, 0, 3 },
+    { "classic", HSRI_INDEX_GAUSSIAN, 64, 0, 0, 6, 1, 2, HSRI_SELECT_CLASSIC, 4, 40, 0, 0, 0, { 6500 }, 0, 3 },
+    { "minmax", HSRI_INDEX_MINMAX, 40, 0, 0, 4, 1, 2, HSRI_SELECT_MINMAX, 1, 40, 4, VIRTUAL, 0, { 6500, 200 }, 0, 3 },
+    { "gaussian", HSRI_INDEX_GAUSSIAN, 16, 0, 0, 2, 1, 2, HSRI_SELECT_GAUSSIAN, 4, 40, 4, VIRTUAL, 0, { 6500, 200 }, 0, 3 },
+    { "random", HSRI_INDEX_GAUSSIAN, 16, 0, 0, 2, 1, 2, HSRI_SELECT_RANDOM, 2, 40, 0, VIRTUAL, 0, { 6500, 700 }, 0, 3 },
+    { "history", HSRI_INDEX_GAUSSIAN, 16, 0, 0, 2, 1, 2, HSRI_SELECT_HISTORY, 1, 40, 4, VIRTUAL, 0, { 6500 }, 0, 3 },
+    { "oracle", HSRI_INDEX_SKETCH, 32, 16, 0, 4, 1, 2, HSRI_SELECT_ORACLE, 1, 40, 4, VIRTUAL, 0, { 3000, 200 }, 0, 3 },
+};
+
+static void test_scenario(const scenario *s, int32_t isa, bool check)
+{
+    static const struct { int32_t n_threads; bool async; } others[] = { { 2, false }, { 4, false }, { 1, true } };
+    hsri_kernels kernels;
+    world       *w;
+    rig          r = rig_open(1, isa, false);
+    result       all;
+
+    hsri_kernels_fill(&kernels, isa);
+    w = world_new(s, &kernels);
+    all = run_select(&r, w, 0, w->n_picks);
+    memcpy(w->rotated, all.rotated, w->n_rows * w->n_heads * w->d * sizeof(float));
+    if (check) {
+        check_rotated(w, &all);
+        for (uint32_t i = 0; i < w->n_picks * KV_HEADS; i++)
+            check_list(w, &all, i / KV_HEADS, i % KV_HEADS, s->selector == HSRI_SELECT_SKETCH || s->selector == HSRI_SELECT_CLUSTER ? 0.05 : 2e-3);
+    }
+    for (uint32_t pick = 0; pick < w->n_picks; pick++) {
+        result alone = run_select(&r, w, pick, 1);
+
+        if (!CHECK(same(w, &all, pick, &alone, 1)))
+            fprintf(stderr, "%s: pick %u alone differs\n", s->name, pick);
+        result_free(&alone);
+    }
+    for (size_t i = 0; i < sizeof others / sizeof *others; i++) {
+        rig    other = rig_open(others[i].n_threads, isa, others[i].async);
+        result again = run_select(&other, w, 0, w->n_picks);
+
+        if (!CHECK(same(w, &all, 0, &again, w->n_picks)))
+            fprintf(stderr, "%s: %d threads%s differ\n", s->name, (int)others[i].n_threads, others[i].async ? ", async," : "");
+        result_free(&again);
+        rig_close(&other);
+    }
+    result_free(&all);
+    world_free(w);
+    rig_close(&r);
+}
+
+/* A query that is not a number: its head counts for nothing, the list comes from the others, nothing crashes. */
+static void test_nan(int32_t isa)
+{
+    hsri_kernels kernels;
+    world       *w;
+    rig          r = rig_open(1, isa, false);
+    result       before, after;
+
+    hsri_kernels_fill(&kernels, isa);
+    w = world_new(&scenarios[0], &kernels);
+    before = run_select(&r, w, 0, w->n_picks);
+    for (uint32_t i = 0; i < w->d; i++)
+        w->queries[i] = NAN;
+    w->acc[0] = NAN;
+    after = run_select(&r, w, 0, w->n_picks);
+    CHECK(after.counts[0] == before.counts[0] && isnan(after.covered[0]) && after.virtual_part[1] == 0.0f);
+    CHECK(after.covered[1] >= 0.0f && after.covered[1] <= 1.0f);
+    CHECK(memcmp(after.units + w->stride, before.units + w->stride, before.counts[1] * sizeof(uint32_t)) == 0);
+    for (uint32_t i = 0; i < w->n_heads * w->d; i++)
+        w->queries[i] = NAN;
+    result_free(&after);
+    after = run_select(&r, w, 0, w->n_picks);
+    CHECK(after.counts[0] == before.counts[0] && after.units[0] == w->sink * 4);   /* all alike: the first ones */
+    result_free(&before);
+    result_free(&after);
+    world_free(w);
+    rig_close(&r);
+}
+
+int main(int argc, char **argv)
+{
+    const char *only = argc > 1 ? argv[1] : NULL;
+
+    for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa(); isa++) {
+        if (isa == HSR_ISA_AMX && !hsri_cpu_allow_amx())
+            continue;
+        for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios; i++) {
+            int before = check_failures;
+
+            if (only && strcmp(only, scenarios[i].name) != 0)
+                continue;
+            test_scenario(&scenarios[i], isa, true);
+            if (check_failures > before)
+                fprintf(stderr, "FAILED %s: %s\n", hsri_isa_name(isa), scenarios[i].name);
+        }
+        test_nan(isa);
+    }
+    return CHECK_REPORT();
+}
