@@ -65,7 +65,7 @@ void hsri_forward_layers(hsri_forward *f)
     f->rope = (hsri_rope){ f->s->cos_sin, f->hp->rotary_dim };
     op->rope_table(f->queue, &f->batch, f->rope_tables, f->hp->rotary_dim, f->hp->rope_attention_factor, f->rope.cos_sin);
     op->embed(f->queue, &f->w->embedding, f->ids, f->batch.n_rows, f->s->x);
-    for (uint32_t i = 0; i < f->hp->n_layers; i++)
+    for (uint32_t i = 0; i < f->hp->n_layers && *f->status >= 0; i++)
         f->arch->layer(f, i);
 }
 

@@ -8,10 +8,11 @@
 #include <stdatomic.h>
 #include <stdbool.h>
 
+#include "base/layers.h"
 #include "calibration.h"
 #include "container/container.h"
 #include "device/device.h"
-#include "sparse/profile.h"
+#include "kv/residency.h"
 
 /* How the rotary table depends on a session's length: docs/model-file.md. */
 typedef enum hsri_rope_kind { HSRI_ROPE_STATIC, HSRI_ROPE_DYNAMIC, HSRI_ROPE_LONG } hsri_rope_kind;
@@ -126,6 +127,7 @@ typedef struct hsri_span {
     bool     prefill;           /* picks are whole runs: the settings of prompts apply */
     bool     observed;          /* every pick is one row: what they cover is reported */
     uint32_t n_fixed;           /* fixed groups, the most of any row */
+    uint32_t bridge_page;       /* of a prompt run: the page that the second half of its rows reads encoded */
     uint32_t max_units;         /* list entries, the most of any pick: the lists' stride */
     uint32_t first_pick, n_picks;
     hsri_layer_set dense_layers;
@@ -174,6 +176,9 @@ struct hsri_forward {
     const hsri_sparse_room *room;
     const hsri_tap     *taps;
     uint32_t            n_taps;
+    const hsri_residency *residency;  /* NULL: every page is in memory */
+    hsr_status         *status;       /* first failure of the residency; nothing is enqueued after it */
+    hsr_error          *err;
 };
 
 /* Enqueue everything up to the last layer: scratch.x then holds the residual stream of every row. */
@@ -182,7 +187,7 @@ void hsri_forward_layers(hsri_forward *f);
 /* Enqueue the logits of n <= HSRI_LOGIT_ROWS rows, given by an array of row indices, into scratch.logits. */
 void hsri_forward_logits(const hsri_forward *f, hsri_ref index /* uint32[n] */, uint32_t n);
 
-/* Attention of the batch over its pages (attend.c): scratch.queries -> scratch.attended. */
+/* Attention of the batch over its pages (attention.c): scratch.queries -> scratch.attended. */
 void hsri_forward_attend(const hsri_forward *f, uint32_t layer);
 
 #endif

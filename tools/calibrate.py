@@ -11,9 +11,10 @@ import numpy as np
 
 from ..calibration import Calibration
 from ..errors import HisparseError, InvalidError
-from ..eval.estimates import Head, Query, Setting, gaussian, sketch
+from ..eval.estimates import Head, Outcome, Query, Setting, gaussian, sketch
 from .basis import fit_basis, received_mass
 from .calibration_text import library_docstrings
+from .hsr_file import HsrFile
 
 if TYPE_CHECKING:
     from ..model import Model
@@ -49,9 +50,15 @@ def default_ids(model: Model, text: str | None = None, tokens: int = TOKENS) -> 
         raise InvalidError(f"calibration needs the model's tokenizer: {error}") from error
 
 
+def attention_scale(model: Model) -> float:
+    """What the model multiplies q.k with."""
+    with HsrFile(model.file) as file:
+        return float(file.metadata["hisparse.attention_scale"])
+
+
 def calibrate(model: Model, ids: np.ndarray, progress: Progress | None = None) -> tuple[Calibration, list[LayerFacts]]:
     """Fit to the attention of `ids`. progress(done, total) counts tokens, each once computed and once evaluated."""
-    info, n = model.info, len(ids)
+    info, n, scale = model.info, len(ids), attention_scale(model)
     if n < LEAST_TOKENS:
         raise InvalidError(f"calibration needs at least {LEAST_TOKENS} tokens; there are {n}")
     report = progress or (lambda done, total: None)
@@ -64,7 +71,7 @@ def calibrate(model: Model, ids: np.ndarray, progress: Progress | None = None) -
             session.append(ids)
             session.prefill(lambda done, total: report(done, 2 * n))
         for layer in range(info.n_layers):
-            fits.append(_fit_layer(queries[layer], positions, session.keys(layer), session.values(layer), layer))
+            fits.append(_fit_layer(queries[layer], positions, session.keys(layer), session.values(layer), scale, layer))
             report(n + n * (layer + 1) // info.n_layers, 2 * n)
     arrays = [np.stack([getattr(fit, name) for fit in fits]).astype(np.float32) for name in ("basis_k", "basis_q", "mean_k", "mean_v")]
     facts = [fit.facts for fit in fits]
@@ -82,7 +89,7 @@ class _Fit:
     facts: LayerFacts
 
 
-def _fit_layer(queries: np.ndarray, positions: np.ndarray, keys: np.ndarray, values: np.ndarray, layer: int) -> _Fit:
+def _fit_layer(queries: np.ndarray, positions: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float, layer: int) -> _Fit:
     """queries [m, heads, d]; keys and values [n, kv heads, d]."""
     for name, array in (("queries", queries), ("keys", keys), ("values", values)):
         if not np.isfinite(array).all():
@@ -93,26 +100,27 @@ def _fit_layer(queries: np.ndarray, positions: np.ndarray, keys: np.ndarray, val
     for head in range(kv_heads):
         own = queries[:, head * share : (head + 1) * share]
         used = positions < fitted
-        mass = received_mass(own[used], positions[used], keys[:fitted, head], d**-0.5, Setting.sink, Setting.window)
+        mass = received_mass(own[used], positions[used], keys[:fitted, head], scale, Setting.sink, Setting.window)
         bases.append(fit_basis(own[used].reshape(-1, d), keys[:fitted, head], mass))
-        outcomes += _measure(own[~used], positions[~used], keys[:, head], values[:, head], *bases[-1])
+        a, b = (basis.astype(np.float32) for basis in bases[-1])
+        measured = Head(np.ascontiguousarray(keys[:, head]), np.ascontiguousarray(values[:, head]), scale, a, b)
+        outcomes += _measure(measured, own[~used], positions[~used])
     return _Fit(
         np.stack([a for a, _ in bases]), np.stack([b for _, b in bases]), keys.mean(axis=0, dtype=np.float64),
         values.mean(axis=0, dtype=np.float64), _facts(outcomes),
     )  # fmt: skip
 
 
-def _measure(queries: np.ndarray, positions: np.ndarray, keys: np.ndarray, values: np.ndarray, a: np.ndarray, b: np.ndarray) -> list:
-    head = Head(np.ascontiguousarray(keys), np.ascontiguousarray(values), keys.shape[1] ** -0.5, a.astype(np.float32), b.astype(np.float32))
-    found = []
+def _measure(head: Head, queries: np.ndarray, positions: np.ndarray) -> list[tuple[Outcome, Outcome]]:
+    """Outcomes of the sketch and of the Gaussian for some of the queries, which the basis was not fitted to."""
     whole = np.flatnonzero(positions < len(head.keys))
-    for row in whole[np.linspace(0, len(whole) - 1, min(_MEASURED, len(whole))).astype(int)]:
-        query = Query(head, queries[row], int(positions[row]), Setting(min(_BUDGET, len(keys) // 8)))
-        found.append((query.outcome(sketch), query.outcome(gaussian)))
-    return found
+    rows = whole[np.linspace(0, len(whole) - 1, min(_MEASURED, len(whole))).astype(int)]
+    setting = Setting(min(_BUDGET, len(head.keys) // 8))
+    found = (Query(head, queries[row], int(positions[row]), setting) for row in rows)
+    return [(query.outcome(sketch), query.outcome(gaussian)) for query in found]
 
 
-def _facts(outcomes: list) -> LayerFacts:
+def _facts(outcomes: list[tuple[Outcome, Outcome]]) -> LayerFacts:
     norm = sum(by_sketch.norm for by_sketch, _ in outcomes)
     return LayerFacts(
         float(np.mean([by_sketch.recall.mean() for by_sketch, _ in outcomes])),

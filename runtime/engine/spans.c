@@ -135,6 +135,7 @@ static void add_rows(hsr_engine *e, const hsr_session *s, const row_mode *m, uin
         for (uint32_t i = 0; i < m->n_rows; i++)
             t->pick_of[row + i] = span->n_picks;
         span->n_picks++;
+        span->bridge_page = m->prefill ? (uint32_t)(pos / HSRI_PAGE_TOKENS) + 1 - window_pages(s) : 0;
         span->n_fixed = (uint32_t)hsri_max(span->n_fixed, n_fixed);
         span->max_units = (uint32_t)hsri_max(span->max_units, m->units);
     }

@@ -288,12 +288,13 @@ static bool reads_rotated(const hsr_engine *e)
 static hsr_status compute(hsr_engine *e, hsr_error *err)
 {
     hsri_step *t = &e->step;
+    hsr_status status = HSR_OK;
     hsri_spans_build(e);
     hsri_forward f = {
         .dev = e->dev, .queue = e->queue, .arch = e->model->arch, .hp = &e->model->hp, .w = &e->weights, .s = &e->scratch,
         .kv = &e->shape.view, .batch = { t->d_rows, t->d_seqs, t->n_rows, t->n_parts }, .ids = t->d_ids,
         .rope_tables = { .buf = e->rope_buf }, .spans = e->spans.spans, .n_spans = e->spans.n_spans, .rotate = reads_rotated(e),
-        .picks = e->spans.d_picks, .pick_of = e->spans.d_pick_of, .room = &e->room, .taps = e->taps, .n_taps = fill_taps(e),
+        .picks = e->spans.d_picks, .pick_of = e->spans.d_pick_of, .room = &e->room, .status = &status, .err = err, .taps = e->taps, .n_taps = fill_taps(e),
         .sparse = { e->spans.d_settings, hsri_at(e->spans.d_settings, (uint64_t)e->model->hp.n_layers * t->n_parts * sizeof(hsri_sparse)) },
     };
 
@@ -302,6 +303,10 @@ static hsr_status compute(hsr_engine *e, hsr_error *err)
     enqueue_inputs(e);
     hsri_spans_enqueue(e);
     hsri_forward_layers(&f);
+    if (status < 0) {
+        e->dev->wait(e->queue, NULL);
+        return status;
+    }
     hsri_spans_collect(e);
     enqueue_sampling(e, &f);
     enqueue_logits(e, &f);

@@ -79,6 +79,11 @@ uint32_t hsri_pool_buf(const hsri_pool *pool)
     return pool->buf;
 }
 
+uint64_t hsri_pool_total(const hsri_pool *pool)
+{
+    return pool->total;
+}
+
 /* ---- reservations ---- */
 
 uint64_t hsri_pool_available(const hsri_pool *pool)

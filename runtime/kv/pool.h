@@ -23,6 +23,7 @@ typedef struct hsri_pool_stats {
 hsr_status hsri_pool_create(hsri_device *dev, uint64_t bytes, hsri_pool **pool, hsr_error *err);
 void hsri_pool_destroy(hsri_pool *pool);
 uint32_t hsri_pool_buf(const hsri_pool *pool);   /* the device buffer of the whole range */
+uint64_t hsri_pool_total(const hsri_pool *pool); /* blocks */
 
 /* Promise n blocks: true if free - reserved >= n. Taking a block consumes one promise of the taker. */
 bool hsri_pool_reserve(hsri_pool *pool, uint64_t n);

@@ -182,6 +182,22 @@ uint32_t hsri_slots_drop(hsri_slots *slots, uint32_t entry)
     return HSRI_NO_BLOCK;
 }
 
+bool hsri_slots_move(hsri_slots *slots, uint32_t entry, uint32_t *to)
+{
+    for (size_t i = slots->first_free; i < slots->n_blocks; i++) {
+        hsri_held_block *held = &slots->blocks[i];
+        if (held->block == hsri_entry_block(entry) || held->n_used == slots->per_block || !is_own(slots, held->block))
+            continue;
+        held->n_used++;
+        *to = held->block << 8 | take_bit(held->used);
+        slots->n_used++;
+        slots->n_free--;
+        hsri_slots_drop(slots, entry);
+        return true;
+    }
+    return false;
+}
+
 /* ---- sharing ---- */
 
 hsr_status hsri_slots_share(hsri_slots *from, hsri_slots *to, uint32_t entry, hsr_error *err)

@@ -58,8 +58,8 @@ hsr_status hsri_tiers_destroy(hsri_tiers *tiers, uint64_t wait_ms, hsr_error *er
 /* Take in what has ended, and keep cleaning ahead: between steps. */
 void hsri_tiers_poll(hsri_tiers *tiers);
 
-/* Some page is at home only, or on its way back: tables may be stale, and pages that are read must be held. */
-bool hsri_tiers_has_absent(const hsri_tiers *tiers);
+/* Some page has left its frame: tables may be stale, and pages that are read must be held. */
+bool hsri_tiers_must_hold(const hsri_tiers *tiers);
 
 /* Free at least n blocks for others by letting pages leave and moving what must stay: false if promises forbid it. No operation
  * that reads sealed pages may be under way. */
@@ -71,17 +71,19 @@ void hsri_tiers_get_stats(hsri_tiers *tiers, hsri_tiers_stats *stats);
 
 /* The family of a lineage, with one member. working_set: frames that a member needs at a time once the family has homes. */
 hsr_status hsri_family_create(hsri_tiers *tiers, hsri_kv_type format, uint64_t lineage, uint64_t working_set, hsri_family **family, hsr_error *err);
-hsri_family *hsri_family_join(hsri_family *family);
+
+/* One member more: HSR_E_NOSPACE if its working set cannot be promised. */
+hsr_status hsri_family_join(hsri_family *family, hsr_error *err);
+
+/* One fewer, which has given up its promise and its bodies. */
 void hsri_family_leave(hsri_family *family);
+
 bool hsri_family_has_homes(const hsri_family *family);
 hsri_tiers *hsri_family_tiers(const hsri_family *family);
 
 /* A member that was promised `before` more bodies is promised `after`. Growing may give the family homes, or be refused with
  * HSR_E_NOSPACE, which names the short number; nothing has changed then. Shrinking never fails. */
 hsr_status hsri_family_promise(hsri_family *family, uint64_t before, uint64_t after, hsr_error *err);
-
-/* A member joins: HSR_E_NOSPACE if its working set cannot be promised. */
-hsr_status hsri_family_admit_member(hsri_family *family, hsr_error *err);
 
 /* The sequence has so many tokens: the clock of importance. */
 void hsri_family_tick(hsri_family *family, uint64_t n_tokens);

@@ -6,6 +6,9 @@
 #ifndef HSRI_TIERS_INTERNAL_H
 #define HSRI_TIERS_INTERNAL_H
 
+#include <stddef.h>
+#include <string.h>
+
 #include "base/array.h"
 #include "base/status.h"
 #include "kv/slots.h"
@@ -28,6 +31,7 @@ typedef struct hsri_body {
     uint8_t         state;       /* hsri_page_state */
     uint8_t         tries;       /* reads in a row that failed */
     bool            prefetched;  /* read ahead and not held yet */
+    bool            hung;        /* its transfer is past its deadline */
 } hsri_body;
 
 struct hsri_family {
@@ -59,7 +63,10 @@ struct hsri_tiers {
     hsri_body      *bodies;
     size_t          bodies_cap, n_bodies;      /* n_bodies: used ever */
     uint32_t        first_unused;
-    uint64_t        n_alive, n_zombies, n_absent, n_dirty, n_writing;
+    uint64_t        n_alive, n_absent, n_dirty, n_writing;
+    uint64_t        n_zombies;   /* dropped, with a transfer that has not ended and is not past its deadline */
+    uint64_t        n_homed;     /* families with homes */
+    uint64_t        epoch;       /* pages that have changed their frame since there were none at all */
     uint32_t       *resident;    /* bodies with a frame, in no order */
     size_t          resident_cap, n_resident;
     size_t          hand;        /* in resident: where the next look for pages to leave begins */
@@ -73,6 +80,8 @@ struct hsri_tiers {
     hsri_tiers_stats stats;
     uint64_t        wait_buckets[HSRI_WAIT_BUCKETS];
 };
+
+#define HSRI_CONTAINER(field_of, type, field) ((type *)((char *)(field_of) - offsetof(type, field)))
 
 static inline bool hsri_body_in_memory(const hsri_body *b) { return hsri_page_readable((hsri_page_state)b->state); }
 

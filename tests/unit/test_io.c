@@ -578,7 +578,7 @@ static void test_cancel(hsri_io_kind kind)
 static void test_urgency(hsri_io_kind kind)
 {
     fault_plan *plan = new_plan();
-    hsri_io *io = make_io_with((hsri_io_opts){ .kind = kind, .queue_depth = 1, .faults = &plan->faults });
+    hsri_io *io = make_io_with((hsri_io_opts){ .kind = kind, .queue_depth = 1, .max_requests = 7, .faults = &plan->faults });
     hsri_io_file *file = make_file(io);
     uint8_t *m = new_memory(BLOCK);
     hsri_io_request r[7];
@@ -589,8 +589,8 @@ static void test_urgency(hsri_io_kind kind)
         r[i].urgent = i == 3 || i == 5;
     }
     submit(io, r, 7);
-    CHECK(hsri_io_hurry(io, 0) == 0 && hsri_io_hurry(io, 3) == 0 && hsri_io_hurry(io, 6) == 1 && hsri_io_hurry(io, 6) == 0);
-    static const uint64_t order[] = { 0, 3, 5, 6, 1, 2, 4 };
+    CHECK(hsri_io_hurry(io, 3) == 0 && hsri_io_hurry(io, 5) == 0 && hsri_io_hurry(io, 6) == 1 && hsri_io_hurry(io, 6) == 0);
+    static const uint64_t order[] = { 3, 5, 6, 0, 1, 2, 4 };
     for (uint32_t i = 0; i < 7; i++)
         CHECK(collect(io, done, 1) && done[0].tag == order[i] && done[0].status == HSR_OK);
     hsri_io_close(file);
@@ -1267,7 +1267,7 @@ static void test_kill(hsri_io_kind kind)
         byte = check_failures == 0;
         if (write(ready[1], &byte, 1) == 1)
             for (;;)
-                submit(io, &(hsri_io_request){ .file = file, .memory = m, .bytes = 1u << 20, .write = true }, 1), collect(io, &(hsri_io_done){ 0 }, 1);
+                transfer(io, ask(file, true, 0, m, 1u << 20, 0));
         _exit(1);
     }
     CHECK(read(ready[0], &byte, 1) == 1 && byte == 1);

@@ -358,7 +358,7 @@ static void check_list(const world *w, const result *r, uint32_t pick, uint32_t 
                     o[j] += mass[u] * mean_value(&w->shape, entry_of(w, seq, kv_head, first + u / 4), record_of(w, kv_head) + 2 * d * d + d, j);
             }
             CHECK(near((double)r->covered[query], seen / all, tolerance));
-            if (p->n_rows == 1 && (s->flags & HSRI_SPARSE_VIRTUAL) && s->selector != HSRI_SELECT_MINMAX && left > 1e-30 * all) {
+            if (p->n_rows == 1 && (s->flags & HSRI_SPARSE_VIRTUAL) && s->selector != HSRI_SELECT_MINMAX && left > 1e-20 * all) {
                 CHECK(near((double)part[0] + log((double)part[1]), top + log(left), 3 * tolerance));
                 for (uint32_t j = 0; j < d; j++)
                     CHECK(near((double)part[2 + j] / (double)part[1], o[j] / left, 4 * tolerance));
@@ -393,7 +393,7 @@ static void check_list(const world *w, const result *r, uint32_t pick, uint32_t 
             if (!chosen[u])
                 most = fmax(most, slice);
         }
-        CHECK(most < 1e-30 || least > most * (1 - tolerance));
+        CHECK(most < 1e-20 || least > most * (1 - tolerance));
     }
 done:
     free(worth);

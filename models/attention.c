@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Attention of one layer, span by span, as groups whose partials are merged in list order (D5). Work goes in waves that fit the
- * partials' room: how many groups a wave holds never changes a result. */
+ * partials' room and, where pages may be elsewhere, memory: how many groups a wave holds never changes a result. */
 #include "model.h"
 
 #include "base/array.h"
@@ -38,6 +38,31 @@ static void merge(const part *p, hsri_ref from, uint32_t n_groups, bool first, b
                          last ? p->attended : (hsri_ref){ 0 });
 }
 
+/* Pages of groups [g0, *g1) are in memory until let_go. False after a failure. */
+static bool hold_dense(const part *p, uint32_t g0, uint32_t *g1)
+{
+    const hsri_residency *r = p->f->residency;
+    if (r)
+        *p->f->status = r->hold_dense(r->self, p->layer, g0, g1, p->f->err);
+    return !r || *p->f->status >= 0;
+}
+
+static bool hold_lists(const part *p, const hsri_lists *lists, uint32_t g0, uint32_t *g1)
+{
+    const hsri_residency *r = p->f->residency;
+    if (r)
+        *p->f->status = r->hold_lists(r->self, p->layer, lists, g0, g1, p->f->err);
+    return !r || *p->f->status >= 0;
+}
+
+static bool let_go(const part *p)
+{
+    const hsri_residency *r = p->f->residency;
+    if (r)
+        *p->f->status = r->release(r->self, p->f->err);
+    return !r || *p->f->status >= 0;
+}
+
 static void attend_dense(const part *p)
 {
     const hsri_forward *f = p->f;
@@ -46,8 +71,12 @@ static void attend_dense(const part *p)
 
     for (uint32_t g0 = 0, g1; g0 < n_groups; g0 = g1) {
         g1 = (uint32_t)hsri_min(n_groups, (uint64_t)g0 + wave);
+        if (!hold_dense(p, g0, &g1))
+            return;
         f->dev->ops.attend(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, g0, g1, f->s->part);
         merge(p, f->s->part, g1 - g0, g0 == 0, g1 == n_groups);
+        if (!let_go(p))
+            return;
     }
 }
 
@@ -66,7 +95,7 @@ static hsri_lists lists_of(const part *p)
     };
 }
 
-static void attend_lists(const part *p, const hsri_lists *lists)
+static bool attend_lists(const part *p, const hsri_lists *lists)
 {
     const hsri_forward *f = p->f;
     const hsri_hparams *hp = f->hp;
@@ -75,10 +104,32 @@ static void attend_lists(const part *p, const hsri_lists *lists)
 
     for (uint32_t g0 = 0, g1; g0 < n_groups; g0 = g1) {
         g1 = (uint32_t)hsri_min(n_groups, (uint64_t)g0 + wave);
+        if (!hold_lists(p, lists, g0, &g1))
+            return false;
         f->dev->ops.attend_list(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, pick_of, lists, g0, g1,
                                 f->s->part);
         merge(p, f->s->part, g1 - g0, false, false);
+        if (!let_go(p))
+            return false;
     }
+    return true;
+}
+
+/* Sink, window, and in a prompt run the bridge page, which is read encoded and may be elsewhere. */
+static bool attend_fixed(const part *p)
+{
+    const hsri_forward *f = p->f;
+    const hsri_span *span = p->span;
+    const bool bridged = span->prefill && f->residency;
+    const uint32_t g0 = span->bridge_page * HSRI_PAGE_TOKENS / HSRI_GROUP_TOKENS;
+    uint32_t g1 = g0 + 1;
+
+    if (bridged && !hold_dense(p, g0, &g1))
+        return false;
+    f->dev->ops.attend_fixed(f->queue, &p->batch, f->kv, p->layer, f->hp->n_heads, f->hp->attention_scale, p->queries, p->rotated, span->n_fixed,
+                             span->prefill, f->s->part);
+    merge(p, f->s->part, span->n_fixed, true, false);
+    return !bridged || let_go(p);
 }
 
 static void attend_sparse(const part *p)
@@ -90,13 +141,12 @@ static void attend_sparse(const part *p)
     const hsri_lists lists = lists_of(p);
     const hsri_ref sparse = hsri_at(f->sparse[span->prefill], (uint64_t)p->layer * f->batch.n_seqs * sizeof(hsri_sparse));
 
-    op->attend_fixed(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, span->n_fixed, span->prefill,
-                     f->s->part);
-    merge(p, f->s->part, span->n_fixed, true, false);
+    if (!attend_fixed(p))
+        return;
     op->select(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, p->acc, sparse,
                hsri_at(f->picks, span->first_pick * sizeof(hsri_pick)), f->room->scratch, &lists);
-    attend_lists(p, &lists);
-    merge(p, lists.virtual_part, 1, false, true);
+    if (attend_lists(p, &lists))
+        merge(p, lists.virtual_part, 1, false, true);
 }
 
 /* Queries that somebody outside wants to see. */
@@ -115,7 +165,7 @@ void hsri_forward_attend(const hsri_forward *f, uint32_t layer)
     copy_queries(f, layer);
     if (f->rotate)
         f->dev->ops.rotate(f->queue, f->kv, layer, f->hp->n_heads, f->batch.n_rows, f->s->queries, f->s->rotated);
-    for (uint32_t i = 0; i < f->n_spans; i++) {
+    for (uint32_t i = 0; i < f->n_spans && *f->status >= 0; i++) {
         const part p = part_of(f, &f->spans[i], layer);
         if (f->spans[i].sparse && !hsri_layer_in(&f->spans[i].dense_layers, layer))
             attend_sparse(&p);

@@ -1,0 +1,331 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Scoring sketches with AVX-512. Codes and weights are multiplied as bytes, the codes straight from the nibbles of the index; the two words
+ * that this needs, dot_bytes and dot_words, are the including file's: one instruction each where VNNI exists, three or two otherwise, with
+ * the same integers.
+ *
+ * What makes it fast (docs/sparse-attention.md, "Speed"): the scales of a page's components go into the query's weights, so a product costs
+ * one instruction for 16 tokens and 4 components; an exponential costs five for 16 tokens; and sums over the tokens of a unit stay
+ * within 128-bit lanes. Logits are kept in units of log 2. */
+#include <immintrin.h>
+
+#include "device/cpu/index_lanes.h"
+
+#define LOG2E 1.44269504f
+
+/* Heads that share a pass over a page: the codes stay in registers. */
+#define HEADS 8u
+/* 32-component blocks of weights. */
+#define MAX_BLOCKS (HSRI_ATTEND_MAX_HEAD_DIM / 32u)
+
+/* The sketch's components as the kernel sees them: blocks of 32 with scales, weights and products. Quad i of a block is components 4i .. 4i+3. */
+typedef struct sketch_shape {
+    uint32_t d, n, n_blocks, n_means;      /* n_means: 32-component blocks of a mean key */
+    uint32_t quads_4bit, quads_2bit;
+    hsri_index_layout at;
+} sketch_shape;
+
+/* A head of the call. */
+typedef struct sketch_head {
+    __m512i weights[MAX_BLOCKS];           /* int16: the weight of a code at the largest scale of the call, 127 * 128 for the largest of all */
+    __m512i query[MAX_BLOCKS];             /* int16, for mean keys */
+    float   step;                          /* log2 of a mass for a weight of 1 */
+    float   query_step;
+    float   base;                          /* log2 of the mass of a token at the calibration's mean key */
+} sketch_head;
+
+static inline __mmask16 first16(uint32_t n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1u); }
+static inline uint32_t left_of(uint32_t n, uint32_t used) { return n > used ? n - used : 0; }
+
+/* Absolute largest of 16 floats; NaN wins nothing. */
+static inline float largest16(__m512 v) { return _mm512_reduce_max_ps(v); }
+
+/* 32 floats, rounded, as int16 in order. */
+static inline __m512i to_words(__m512 low, __m512 high)
+{
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(low))),
+                              _mm512_cvtsepi32_epi16(_mm512_cvtps_epi32(high)), 1);
+}
+
+/* Scales of components [c, c + 16), zero beyond the last. */
+static inline __m512 load_scales(const sketch_shape *s, const uint8_t *entry, uint32_t c)
+{
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first16(left_of(s->n, c)), entry + s->at.scales + 2 * c));
+}
+
+/* The largest scale of each component over the pages of the call. float16 that is not negative orders like its bits. */
+static void largest_scales(const sketch_shape *s, const hsri_score_args *a, float *most)
+{
+    for (uint32_t c = 0; c < s->n_blocks * 32; c += 16) {
+        __mmask16 mask = first16(left_of(s->n, c));
+        __m256i   bits = _mm256_setzero_si256();
+
+        for (uint32_t p = 0; p < a->n_pages; p++)
+            bits = _mm256_max_epu16(bits, _mm256_maskz_loadu_epi16(mask, a->entries[p] + s->at.scales + 2 * c));
+        _mm512_storeu_ps(most + c, _mm512_cvtph_ps(bits));
+    }
+}
+
+/* x[n], times `by`, as int16 of the largest; returns what a step stands for. Not finite: NaN. */
+static float words_of(const float *x, const float *by, float factor, uint32_t n, uint32_t n_blocks, float top, __m512i *words)
+{
+    __m512 scaled[2 * MAX_BLOCKS], most = _mm512_setzero_ps(), nothing = _mm512_setzero_ps();
+    float  largest;
+
+    for (uint32_t i = 0; i < 2 * n_blocks; i++) {
+        scaled[i] = _mm512_mul_ps(_mm512_maskz_loadu_ps(first16(left_of(n, 16 * i)), x + 16 * i), _mm512_set1_ps(factor));
+        if (by)
+            scaled[i] = _mm512_mul_ps(scaled[i], _mm512_loadu_ps(by + 16 * i));
+        most = _mm512_max_ps(_mm512_abs_ps(scaled[i]), most);
+        nothing = _mm512_fmadd_ps(scaled[i], _mm512_setzero_ps(), nothing);
+    }
+    largest = largest16(most);
+    if (_mm512_cmp_ps_mask(nothing, nothing, _CMP_UNORD_Q))
+        return NAN;
+    for (uint32_t i = 0; i < n_blocks; i++) {
+        __m512 inverse = _mm512_set1_ps(largest > 0x1p-100f ? top / largest : 0.0f);
+
+        words[i] = to_words(_mm512_mul_ps(scaled[2 * i], inverse), _mm512_mul_ps(scaled[2 * i + 1], inverse));
+    }
+    return largest / top;
+}
+
+static void prepare_head(const sketch_shape *s, const hsri_score_args *a, uint32_t h, const float *most, sketch_head *head)
+{
+    const float *q = a->queries + (uint64_t)h * s->d;
+    float        factor = a->scale * LOG2E;
+
+    /* A step is that of a byte: words have seven bits more. */
+    head->step = words_of(a->rotated + (uint64_t)h * s->d, most, factor, s->n, s->n_blocks, 127.0f * 128.0f, head->weights) * 128.0f;
+    head->query_step = words_of(q, NULL, factor, s->d, s->n_means, 32767.0f, head->query);
+    head->base = (a->mean_k ? factor * dot_float(q, a->mean_k, s->d) : 0.0f) - a->reference[h] * LOG2E;
+}
+
+/* ---- a page ---- */
+
+/* Sums of the four groups of four lanes, for four vectors: lane 4g + i is the sum of group g of vector i. */
+static inline __m512i sum_lanes_i(__m512i a, __m512i b, __m512i c, __m512i d)
+{
+    __m512i ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+
+    return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+}
+
+static inline __m512 sum_lanes(__m512 a, __m512 b, __m512 c, __m512 d)
+{
+    __m512  ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    __m512  cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    __m512d x = _mm512_castps_pd(ab), y = _mm512_castps_pd(cd);
+
+    return _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+}
+
+/* All of four vectors: lane i is the sum of vector i. */
+static inline __m128i sum_all(__m512i a, __m512i b, __m512i c, __m512i d)
+{
+    __m512i groups = sum_lanes_i(a, b, c, d);
+    __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(groups), _mm512_extracti64x4_epi64(groups, 1));
+
+    return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+}
+
+/* What a page's products need of up to HEADS heads. */
+typedef struct page_work {
+    uint32_t weights[MAX_BLOCKS * 8][HEADS];   /* a quad's four bytes, for each head */
+    float    base[HEADS];                      /* log2 of the mass of a token whose components are all zero */
+    float    step[HEADS];
+} page_work;
+
+/* The page's scales as shares of the largest ones, 256 for 1. */
+static inline void page_shares(const sketch_shape *s, const uint8_t *entry, const float *inverse, __m512i *shares)
+{
+    for (uint32_t i = 0; i < s->n_blocks; i++)
+        shares[i] = to_words(_mm512_mul_ps(load_scales(s, entry, 32 * i), _mm512_loadu_ps(inverse + 32 * i)),
+                             _mm512_mul_ps(load_scales(s, entry, 32 * i + 16), _mm512_loadu_ps(inverse + 32 * i + 16)));
+}
+
+/* Bytes of the weights of four heads, and twice the sum of weights times the middle of their codes. */
+static inline __m128i page_weights(const sketch_shape *s, const sketch_head *heads, const __m512i *shares, const __m512i *middles, uint32_t h0,
+                                   page_work *work)
+{
+    __m512i offsets[4] = { _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512() };
+
+    for (uint32_t i = 0; i < s->n_blocks; i++) {
+        __m512i words[4], ab, cd, low, high;
+
+        for (uint32_t h = 0; h < 4; h++) {
+            words[h] = _mm512_mulhrs_epi16(heads[h0 + h].weights[i], shares[i]);
+            offsets[h] = dot_words(offsets[h], words[h], middles[i]);
+        }
+        /* bytes of heads a and b by turns of eight, then of all four by turns of four: a line for each two quads */
+        ab = _mm512_packs_epi16(words[0], words[1]);
+        cd = _mm512_packs_epi16(words[2], words[3]);
+        ab = _mm512_shuffle_epi32(ab, _MM_PERM_DBCA);
+        cd = _mm512_shuffle_epi32(cd, _MM_PERM_DBCA);
+        low = _mm512_unpacklo_epi64(ab, cd);
+        high = _mm512_unpackhi_epi64(ab, cd);
+        for (uint32_t lane = 0; lane < 4; lane++) {
+            _mm_storeu_si128((__m128i *)&work->weights[i * 8 + 2 * lane][h0], _mm512_extracti32x4_epi32(low, 0));
+            _mm_storeu_si128((__m128i *)&work->weights[i * 8 + 2 * lane + 1][h0], _mm512_extracti32x4_epi32(high, 0));
+            low = _mm512_shuffle_i64x2(low, low, _MM_SHUFFLE(0, 3, 2, 1));
+            high = _mm512_shuffle_i64x2(high, high, _MM_SHUFFLE(0, 3, 2, 1));
+        }
+    }
+    return sum_all(offsets[0], offsets[1], offsets[2], offsets[3]);
+}
+
+/* Products of four heads with the page's mean key. */
+static inline __m128i mean_products(const sketch_shape *s, const sketch_head *heads, const uint8_t *entry, uint32_t h0)
+{
+    __m512i sums[4] = { _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512() };
+
+    for (uint32_t i = 0; i < s->n_means; i++) {
+        uint32_t  n = left_of(s->d, 32 * i);
+        __mmask32 mask = n >= 32 ? 0xffffffffu : (1u << n) - 1u;
+        __m512i   mean = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(mask, entry + s->at.mean_k + 32 * i));
+
+        for (uint32_t h = 0; h < 4; h++)
+            sums[h] = dot_words(sums[h], heads[h0 + h].query[i], mean);
+    }
+    return sum_all(sums[0], sums[1], sums[2], sums[3]);
+}
+
+/* base and step of four heads. Not a number becomes far below everything. */
+static inline void page_bases(const sketch_head *heads, const uint8_t *entry, __m128i means, __m128i offsets, uint32_t h0, page_work *work)
+{
+    const sketch_head *h = heads + h0;
+    const __m128       nowhere = _mm_set1_ps(-1e30f);
+    __m128             step = _mm_setr_ps(h[0].step, h[1].step, h[2].step, h[3].step);
+    __m128             query_step = _mm_setr_ps(h[0].query_step, h[1].query_step, h[2].query_step, h[3].query_step);
+    __m128             base = _mm_setr_ps(h[0].base, h[1].base, h[2].base, h[3].base);
+
+    base = _mm_fmadd_ps(_mm_cvtepi32_ps(means), _mm_mul_ps(query_step, _mm_set1_ps(load_float(entry))), base);
+    base = _mm_fmadd_ps(_mm_cvtepi32_ps(offsets), _mm_mul_ps(step, _mm_set1_ps(-0.5f)), base);
+    base = _mm_min_ps(_mm_max_ps(base, nowhere), _mm_set1_ps(1e30f));   /* the second operand, if the first is NaN */
+    step = _mm_max_ps(step, _mm_setzero_ps());
+    _mm_storeu_ps(work->base + h0, base);
+    _mm_storeu_ps(work->step + h0, step);
+}
+
+/* 2^x to 0.2 %: 0 below the normal range, infinity above. */
+static inline __m512 exp2_16(__m512 x)
+{
+    __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    __m512 y = _mm512_fmadd_ps(f, _mm512_set1_ps(0.33718944f), _mm512_set1_ps(0.65763628f));
+
+    return _mm512_scalef_ps(_mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0017247f)), x);
+}
+
+/* Sums over tokens of the masses of n heads; sums[h] lane 4u + i is a part of unit u's. */
+INLINE void page_sums(const sketch_shape *s, const uint8_t *entry, const page_work *work, uint32_t n, __m512 *sums)
+{
+    const __m512i low4 = _mm512_set1_epi8(15), low2 = _mm512_set1_epi8(3);
+
+    for (uint32_t h = 0; h < n; h++)
+        sums[h] = _mm512_setzero_ps();
+    for (uint32_t line = 0; line < HSRI_PAGE_UNITS; line++) {
+        const uint8_t *codes = entry + s->at.codes + line * 64;
+        __m512i        acc[HEADS];
+        uint32_t       quad = 0;
+
+        for (uint32_t h = 0; h < n; h++)
+            acc[h] = _mm512_setzero_si512();
+        for (; quad < s->quads_4bit; quad += 2, codes += 256) {
+            __m512i bytes = _mm512_load_si512(codes), low = _mm512_and_si512(bytes, low4);
+            __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low4);
+
+            for (uint32_t h = 0; h < n; h++)
+                acc[h] = dot_bytes(dot_bytes(acc[h], low, _mm512_set1_epi32((int)work->weights[quad][h])), high,
+                                   _mm512_set1_epi32((int)work->weights[quad + 1][h]));
+        }
+        for (; quad < s->quads_4bit + s->quads_2bit; quad += 4, codes += 256) {
+            __m512i bytes = _mm512_load_si512(codes);
+
+            for (uint32_t part = 0; part < 4; part++, bytes = _mm512_srli_epi16(bytes, 2)) {
+                __m512i two = _mm512_and_si512(bytes, low2);
+
+                for (uint32_t h = 0; h < n; h++)
+                    acc[h] = dot_bytes(acc[h], two, _mm512_set1_epi32((int)work->weights[quad + part][h]));
+            }
+        }
+        for (uint32_t h = 0; h < n; h++)
+            sums[h] = _mm512_add_ps(sums[h], exp2_16(_mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[h]), _mm512_set1_ps(work->step[h]),
+                                                                     _mm512_set1_ps(work->base[h]))));
+    }
+}
+
+/* Unit masses of four heads from their sums; only the first n heads are stored. */
+static inline void store_masses(const hsri_score_args *a, const __m512 *sums, uint32_t head, uint32_t n, uint32_t page)
+{
+    const __m512i transposed = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512        units = _mm512_min_ps(sum_lanes(sums[0], sums[1], sums[2], sums[3]), _mm512_set1_ps(HSRI_MASS_MAX));
+    float        *mass = a->mass + head * a->mass_stride + page * HSRI_PAGE_UNITS;
+
+    units = _mm512_permutexvar_ps(transposed, units);
+    for (uint32_t i = 0; i < n; i++) {
+        _mm_storeu_ps(mass + i * a->mass_stride, _mm512_castps512_ps128(units));
+        units = _mm512_shuffle_f32x4(units, units, _MM_SHUFFLE(0, 3, 2, 1));
+    }
+}
+
+#define SUMS_CASE(count) \
+    case count: page_sums(s, entry, &work, count, sums); break;
+
+/* Heads [h0, h0 + n) of the call, which are `heads`, and one page. */
+static void score_page(const sketch_shape *s, const hsri_score_args *a, const sketch_head *heads, uint32_t h0, uint32_t n, uint32_t page,
+                       const float *inverse, const __m512i *middles)
+{
+    const uint8_t *entry = a->entries[page];
+    __m512i        shares[MAX_BLOCKS];
+    __m512         sums[HEADS];
+    page_work      work;
+
+    page_shares(s, entry, inverse, shares);
+    for (uint32_t h = 0; h < n; h += 4)
+        page_bases(heads, entry, mean_products(s, heads, entry, h), page_weights(s, heads, shares, middles, h, &work), h, &work);
+    switch (n) {
+    SUMS_CASE(1) SUMS_CASE(2) SUMS_CASE(3) SUMS_CASE(4) SUMS_CASE(5) SUMS_CASE(6) SUMS_CASE(7)
+    default: page_sums(s, entry, &work, 8, sums); break;
+    }
+    for (uint32_t h = n; h % 4; h++)
+        sums[h] = _mm512_setzero_ps();
+    for (uint32_t h = 0; h < n; h += 4)
+        store_masses(a, sums + h, h0 + h, (uint32_t)hsri_min(4, n - h), page);
+}
+
+/* Twice the middle of a component's codes. */
+static void fill_middles(const hsri_index_shape *shape, const sketch_shape *s, __m512i *middles)
+{
+    int16_t twice[32 * MAX_BLOCKS];
+
+    for (uint32_t c = 0; c < 32 * s->n_blocks; c++)
+        twice[c] = c < shape->n_4bit ? 15 : 3;
+    memcpy(middles, twice, s->n_blocks * sizeof *middles);
+}
+
+static void score_sketch(const hsri_score_args *a)
+{
+    const hsri_index_shape *shape = a->shape;
+    uint32_t                d = shape->head_dim, n = shape->n_4bit + shape->n_2bit, csr = _mm_getcsr();
+    sketch_shape            s = { d, n, (n + 31) / 32, (d + 31) / 32, shape->n_4bit / 4, shape->n_2bit / 4, hsri_index_layout_of(shape) };
+    float                   most[32 * MAX_BLOCKS], inverse[32 * MAX_BLOCKS];
+    __m512i                 middles[MAX_BLOCKS];
+    sketch_head             heads[HEADS];
+
+    /* Masses below the normal range are 0: the processor would take a hundred cycles for each. */
+    _mm_setcsr(csr | _MM_FLUSH_ZERO_ON);
+    largest_scales(&s, a, most);
+    for (uint32_t c = 0; c < 32 * s.n_blocks; c++)
+        inverse[c] = most[c] > 0.0f ? 256.0f / most[c] : 0.0f;
+    fill_middles(shape, &s, middles);
+    memset(heads, 0, sizeof heads);
+    for (uint32_t h0 = 0; h0 < a->n_heads; h0 += HEADS) {
+        uint32_t part = (uint32_t)hsri_min(HEADS, a->n_heads - h0);
+
+        for (uint32_t h = 0; h < part; h++)
+            prepare_head(&s, a, h0 + h, most, &heads[h]);
+        for (uint32_t page = 0; page < a->n_pages; page++)
+            score_page(&s, a, heads, h0, part, page, inverse, middles);
+    }
+    _mm_setcsr(csr);
+}

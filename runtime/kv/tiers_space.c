@@ -1,0 +1,244 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <stdlib.h>
+
+#include "base/clock.h"
+#include "kv/tiers_internal.h"
+
+/* Pages looked at to choose those that leave; all of them, if there are fewer. */
+#define SAMPLE       256u
+#define BATCH        16u
+/* Writes ahead of need that may be under way. */
+#define MOST_WRITES  256u
+
+/* ---- which page leaves ---- */
+
+float hsri_body_score(const hsri_tiers *t, const hsri_body *b)
+{
+    uint64_t end = (uint64_t)(b->page + 1) * HSRI_PAGE_TOKENS, n = b->family->n_tokens;
+    return hsri_importance_score(&t->opts.importance, &b->row, n > end ? n - end : 0, (uint32_t)n);
+}
+
+static bool may_leave(const hsri_body *b) { return b->state == HSRI_PAGE_HOT_HOME && b->pins == 0 && b->move == HSRI_NO_MOVE; }
+
+typedef struct candidate {
+    float    score;
+    uint32_t body;
+} candidate;
+
+/* Bodies of the shelf's format that may leave, from the hand on: a sample, or the first found behind it. */
+static size_t find_candidates(hsri_tiers *t, const hsri_shelf *shelf, candidate *found)
+{
+    size_t n = 0;
+    for (size_t looked = 0; looked < t->n_resident && n < SAMPLE && (looked < SAMPLE || n == 0); looked++) {
+        t->hand = t->hand + 1 < t->n_resident ? t->hand + 1 : 0;
+        uint32_t body = t->resident[t->hand];
+        const hsri_body *b = &t->bodies[body];
+        if (&t->shelves[b->family->format] == shelf && may_leave(b))
+            found[n++] = (candidate){ hsri_body_score(t, b), body };
+    }
+    return n;
+}
+
+static int by_score(const void *a, const void *b)
+{
+    const candidate *x = a, *y = b;
+    if (x->score != y->score)
+        return x->score < y->score ? -1 : 1;
+    return (x->body > y->body) - (x->body < y->body);
+}
+
+/* Let the lowest-scored leave, whatever their scores. */
+static size_t evict_some(hsri_tiers *t, const hsri_shelf *shelf)
+{
+    candidate found[SAMPLE];
+    size_t n = find_candidates(t, shelf, found);
+    qsort(found, n, sizeof *found, by_score);
+    size_t leave = hsri_min(BATCH, hsri_div_up(n, 8));
+    for (size_t i = 0; i < leave; i++)
+        hsri_body_drop_frame(t, found[i].body);
+    return leave;
+}
+
+/* ---- cleaning ---- */
+
+/* Start up to `most` writes of dirty pages, from the hand on. */
+static uint64_t write_some(hsri_tiers *t, uint64_t most, hsri_move_priority priority)
+{
+    uint64_t n = 0;
+    for (size_t looked = 0; looked < t->n_resident && n < most; looked++) {
+        t->clean_hand = t->clean_hand + 1 < t->n_resident ? t->clean_hand + 1 : 0;
+        uint32_t body = t->resident[t->clean_hand];
+        const hsri_body *b = &t->bodies[body];
+        if (b->state == HSRI_PAGE_HOT && b->move == HSRI_NO_MOVE && b->family->homed) {
+            if (!hsri_body_write(t, body, priority))
+                break;
+            n++;
+        }
+    }
+    return n;
+}
+
+/* Above half of the pool, pages are written home ahead of need, so that leaving is only a rebind. */
+void hsri_tiers_clean(hsri_tiers *t)
+{
+    uint64_t total = hsri_pool_total(t->opts.pool), busy = total - hsri_pool_available(t->opts.pool);
+    if (t->n_homed == 0 || t->n_dirty == 0 || 2 * busy <= total || t->n_writing >= MOST_WRITES || hsri_now_ns() < t->write_after_ns)
+        return;
+    write_some(t, MOST_WRITES - t->n_writing, HSRI_MOVE_BACKGROUND);
+}
+
+/* Somebody waits for a frame: writes under way and new ones go first. */
+static void write_urgently(hsri_tiers *t)
+{
+    for (size_t i = 0; i < t->n_resident && t->n_writing > 0; i++) {
+        const hsri_body *b = &t->bodies[t->resident[i]];
+        if (b->state == HSRI_PAGE_HOT_WRITE)
+            hsri_mover_raise(t->mover, b->move, HSRI_MOVE_DEMAND);
+    }
+    if (t->n_writing < BATCH)
+        write_some(t, BATCH, HSRI_MOVE_DEMAND);
+}
+
+/* ---- frames ---- */
+
+/* A frame without anybody having to leave. */
+static hsr_status take_free(hsri_tiers *t, hsri_shelf *shelf, uint32_t *entry, hsr_error *err)
+{
+    (void)t;
+    hsri_slots *frames = &shelf->frames;
+    if (frames->n_promised == 0 && !hsri_slots_promise(frames, 1))
+        return HSR_AGAIN;
+    hsr_status status = hsri_slots_take(frames, entry, err);
+    hsri_shelf_settle_frames(shelf);
+    return status;
+}
+
+static hsr_status no_frame(const hsri_tiers *t, hsr_error *err)
+{
+    if (t->last_status < 0 && hsri_now_ns() < t->write_after_ns)
+        return hsri_fail(err, t->last_status, "no page can leave memory: %s", t->last_error.message);
+    return hsri_fail(err, HSR_E_NOSPACE, "no page can leave memory: all of its KV pages are in use");
+}
+
+/* Wait for something that may free a frame. */
+static hsr_status wait_for_frame(hsri_tiers *t, uint64_t end, hsr_error *err)
+{
+    uint64_t failures = t->stats.write_failures, now = hsri_now_ns();
+    write_urgently(t);
+    if (t->n_moves == 0)
+        return no_frame(t, err);
+    if (now >= end)
+        return hsri_fail(err, HSR_E_IO, "%s: no page has left memory for %u ms", t->opts.mover.directory, t->opts.deadline_ms);
+    hsri_tiers_collect(t, (end - now) / 1000000u + 1);
+    return t->stats.write_failures > failures && t->n_writing == 0 ? no_frame(t, err) : HSR_OK;
+}
+
+hsr_status hsri_frame_take(hsri_tiers *t, hsri_shelf *shelf, bool wait, uint32_t *entry, hsr_error *err)
+{
+    uint64_t end = hsri_now_ns() + t->opts.deadline_ms * 1000000ull;
+    for (;;) {
+        hsr_status status = take_free(t, shelf, entry, err);
+        if (status != HSR_AGAIN)
+            return status;
+        if (evict_some(t, shelf) > 0 || hsri_tiers_collect(t, 0) > 0 || hsri_tiers_reclaim(t, 1))
+            continue;
+        if (!wait)
+            return HSR_AGAIN;
+        HSRI_TRY(wait_for_frame(t, end, err));
+    }
+}
+
+/* ---- blocks for others ---- */
+
+/* Blocks that the shelf holds beyond what was promised. */
+static uint64_t excess(const hsri_shelf *shelf)
+{
+    uint64_t promised = hsri_div_up(shelf->frames_promised, shelf->frames.per_block);
+    return shelf->slot_bytes && shelf->frames.n_blocks > promised ? shelf->frames.n_blocks - promised : 0;
+}
+
+static bool in_use(const hsri_held_block *held, uint32_t slot) { return held->used[slot / 64] >> slot % 64 & 1; }
+
+/* How much work emptying a block is: pages that must move to other frames; UINT32_MAX if one cannot. */
+static uint32_t stuck(hsri_tiers *t, const hsri_shelf *shelf, const hsri_held_block *held)
+{
+    uint32_t n = 0;
+    for (uint32_t slot = 0; slot < shelf->frames.per_block; slot++) {
+        if (!in_use(held, slot))
+            continue;
+        const hsri_body *b = &t->bodies[*hsri_frame_body(t, held->block << 8 | slot)];
+        if (b->pins > 0 || b->move != HSRI_NO_MOVE)
+            return UINT32_MAX;
+        n += !may_leave(b);
+    }
+    return n;
+}
+
+static uint32_t easiest_block(hsri_tiers *t, const hsri_shelf *shelf)
+{
+    uint32_t best = HSRI_NO_BLOCK, least = UINT32_MAX;
+    for (size_t i = 0; i < shelf->frames.n_blocks; i++) {
+        uint32_t n = stuck(t, shelf, &shelf->frames.blocks[i]);
+        if (n < least) {
+            least = n;
+            best = shelf->frames.blocks[i].block;
+        }
+    }
+    return best;
+}
+
+/* Move a page to another block, making room there if need be. */
+static bool move_frame(hsri_tiers *t, hsri_shelf *shelf, uint32_t body)
+{
+    uint32_t from = t->bodies[body].entry, to;
+    t->bodies[body].pins++;         /* not the one to leave */
+    bool moved = hsri_slots_move(&shelf->frames, from, &to) || (evict_some(t, shelf) > 0 && hsri_slots_move(&shelf->frames, from, &to));
+    t->bodies[body].pins--;
+    if (!moved)
+        return false;
+    memcpy(hsri_frame_memory(t, shelf, to), hsri_frame_memory(t, shelf, from), shelf->slot_bytes);
+    hsri_body_set_frame(t, body, to);
+    t->epoch++;
+    return true;
+}
+
+/* Empty one block, which goes back to the pool with its last page. */
+static bool empty_block(hsri_tiers *t, hsri_shelf *shelf, uint32_t block)
+{
+    for (uint32_t slot = 0; slot < shelf->frames.per_block; slot++) {
+        size_t i = 0;
+        while (i < shelf->frames.n_blocks && shelf->frames.blocks[i].block != block)
+            i++;
+        if (i == shelf->frames.n_blocks)
+            return true;
+        if (!in_use(&shelf->frames.blocks[i], slot))
+            continue;
+        uint32_t body = *hsri_frame_body(t, block << 8 | slot);
+        if (may_leave(&t->bodies[body]))
+            hsri_body_drop_frame(t, body);
+        else if (!move_frame(t, shelf, body))
+            return false;
+    }
+    return true;
+}
+
+bool hsri_tiers_reclaim(hsri_tiers *t, uint64_t n)
+{
+    uint64_t had = hsri_pool_available(t->opts.pool);
+    for (int format = 0; format < HSRI_N_KV_FORMATS; format++) {
+        hsri_shelf *shelf = &t->shelves[format];
+        while (hsri_pool_available(t->opts.pool) - had < n && excess(shelf) > 0) {
+            uint32_t block = easiest_block(t, shelf);
+            if (block == HSRI_NO_BLOCK || !empty_block(t, shelf, block))
+                break;
+            hsri_shelf_settle_frames(shelf);
+        }
+    }
+    return hsri_pool_available(t->opts.pool) - had >= n;
+}
+
+uint64_t hsri_tiers_pin_room(const hsri_tiers *t, hsri_kv_type format)
+{
+    const hsri_shelf *shelf = &t->shelves[format];
+    return (shelf->frames.n_blocks + hsri_pool_available(t->opts.pool) + shelf->frames.n_reserved) * shelf->frames.per_block / 2;
+}
