@@ -167,6 +167,8 @@ void hsri_forward_attend(const hsri_forward *f, uint32_t layer)
         f->dev->ops.rotate(f->queue, f->kv, layer, f->hp->n_heads, f->batch.n_rows, f->s->queries, f->s->rotated);
     for (uint32_t i = 0; i < f->n_spans && *f->status >= 0; i++) {
         const part p = part_of(f, &f->spans[i], layer);
+        if (f->residency)
+            f->residency->span(f->residency->self, f->spans[i].row, f->spans[i].n_rows, f->spans[i].first_pick);
         if (f->spans[i].sparse && !hsri_layer_in(&f->spans[i].dense_layers, layer))
             attend_sparse(&p);
         else

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that must be numbers."""
+"""Arguments that must be numbers, or names of files."""
 from __future__ import annotations
 
 import operator
+import os
 from typing import Any
 
 import numpy as np
@@ -33,3 +34,11 @@ def real(name: str, value: Any) -> float:
         raise InvalidError(f"{name} is too large") from None
     except TypeError:
         raise TypeError(f"{name} must be a number, not {value!r}") from None
+
+
+def file_name(path: Any) -> bytes:
+    """`path` as the system takes it."""
+    name = os.fsencode(path)
+    if not name or b"\0" in name:
+        raise InvalidError("the path has a NUL character in it" if name else "the path is empty")
+    return name

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from . import __version__
-from .commands import bench, chat, common, convert, generate, inspect, logits
+from .commands import bench, calibrate, chat, common, convert, evaluate, generate, inspect, logits
 from .errors import HisparseError
 from .tools.errors import ConvertError
 
-_COMMANDS = {"convert": convert, "generate": generate, "chat": chat, "logits": logits, "inspect": inspect, "bench": bench}
+_COMMANDS = {"convert": convert, "calibrate": calibrate, "generate": generate, "chat": chat, "logits": logits, "inspect": inspect,
+             "eval": evaluate, "bench": bench}
 
 
 def main(arguments: list[str] | None = None) -> int:

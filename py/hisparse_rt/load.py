@@ -18,15 +18,24 @@ if TYPE_CHECKING:
 
 
 def load(
-    path: str | bytes | os.PathLike[Any], *, ram: int | str | None = None, hot: int | str | None = None, threads: int = 0,
+    path: str | bytes | os.PathLike[Any], *, ram: int | str | None = None, hot: int | str | None = None, warm: int | str | None = None,
+    cold: str | bytes | os.PathLike[Any] | None = None, cold_size: int | str | None = None, io: str = "auto", io_deadline: float = 30.0,
+    importance: str = "balanced", prefetch: int = 4, threads: int = 0,
     isa: str = "auto", kv: str = "auto", chunk: int = 512, max_sessions: int = 256, max_batch: int = 1024, dtype: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None, log: logging.Logger | None = None, debug_async: bool = False,
-    profile: ProfileLike = 0, calibration: str | bytes | os.PathLike[Any] | None = None,
+    profile: ProfileLike = 0, calibration: str | bytes | os.PathLike[Any] | bool | None = None,
 ) -> Model:
     """Open a model.
 
     path          a `.hsr` file; or a Hugging Face folder or `.gguf` file, which is converted once and kept in a cache
     ram, hot      budget of the key-value memory: bytes, or a text such as "4GiB". None: half of the memory now available
+    warm          more of it for pages that are read less; on the CPU one pool with hot. ram is both
+    cold          directory of a file, gone with the process, for pages that memory does not hold; best on NVMe
+    cold_size     most that the file may take; None: half of what is free there
+    io            how it is read and written: "uring", "pread", or "auto"
+    io_deadline   seconds after which a page that is waited for fails its session
+    importance    which pages stay in memory: "balanced", "summarize" (near ones), "chat" (those attended most)
+    prefetch      groups of pages read ahead of need; 0: none
     threads       threads that compute, 0 to 1024; 0: as many as the machine gives this process
     isa           highest instruction set to use: "auto", "reference", "avx2", "avx512" or "amx"
     kv            key-value format of sessions: "f32", "bf16", or "auto" (f32 for models of dtype f32, else bf16)
@@ -36,7 +45,7 @@ def load(
     cache_dir     where converted models are kept; None: $XDG_CACHE_HOME/hisparse_rt, or ~/.cache/hisparse_rt
     log           a logging.Logger for what the engine has to say; None: silent
     profile       how sessions attend unless they say otherwise: a Profile, the name of a preset, a JSON file; 0 and "exact" are dense
-    calibration   the model's `.hsrcal` file; None: the one beside the model, if there is one
+    calibration   the model's `.hsrcal` file; None: the one beside the model, if there is one; False: none
     debug_async   run in the slow mode that finds ordering mistakes in the runtime
 
     FileError, FormatError, VersionError, UnsupportedError, OutOfMemoryError, InvalidError; all are HisparseError.
@@ -44,7 +53,8 @@ def load(
     source = os.fspath(path)
     name = os.fsdecode(source)
     engine: dict[str, Any] = {
-        "ram": ram, "hot": hot, "threads": threads, "isa": isa, "kv": kv, "chunk": chunk, "max_sessions": max_sessions,
+        "ram": ram, "hot": hot, "warm": warm, "cold": cold, "cold_size": cold_size, "io": io, "io_deadline": io_deadline,
+        "importance": importance, "prefetch": prefetch, "threads": threads, "isa": isa, "kv": kv, "chunk": chunk, "max_sessions": max_sessions,
         "max_batch": max_batch, "log": log, "debug_async": debug_async,
     }
     engine_options(**engine)  # a wrong option is told before a long conversion
@@ -54,7 +64,9 @@ def load(
         source = _converted(name, dtype or "q8", cache_dir)
     elif dtype is not None:
         raise InvalidError(f"dtype is for conversion, and {name!a} is not a folder or a .gguf file")
-    return Model(source, **engine, profile=profile, calibration=_calibration(os.fsdecode(source)) if calibration is None else calibration)
+    if calibration is None or calibration is True:
+        calibration = _calibration(os.fsdecode(source))
+    return Model(source, **engine, profile=profile, calibration=None if calibration is False else calibration)
 
 
 def _calibration(model: str) -> str | None:

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._library import Handle, call, ffi, lib, new_struct, refuse_copies
-from .checks import integer
+from .checks import integer, real
 from .errors import BusyError, FormatError, InvalidError, StateError, TemplateError, TokenizerError
 from .ids import Ids, as_ids
 from .request import RequestOptions, SamplingOptions
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 ISA_LEVELS = {"auto": lib.HSR_ISA_AUTO, "reference": lib.HSR_ISA_REFERENCE, "avx2": lib.HSR_ISA_AVX2, "avx512": lib.HSR_ISA_AVX512,
               "amx": lib.HSR_ISA_AMX}
+IO_ENGINES = {"auto": lib.HSR_IO_AUTO, "uring": lib.HSR_IO_URING, "pread": lib.HSR_IO_PREAD}
+IMPORTANCES = {"balanced": lib.HSR_IMPORTANCE_BALANCED, "summarize": lib.HSR_IMPORTANCE_SUMMARIZE, "chat": lib.HSR_IMPORTANCE_CHAT}
 DTYPES = {lib.HSR_DTYPE_F32: "f32", lib.HSR_DTYPE_BF16: "bf16", lib.HSR_DTYPE_Q8: "q8", lib.HSR_DTYPE_Q4: "q4"}
 _LOG_LEVELS = ((logging.ERROR, lib.HSR_LOG_ERROR), (logging.WARNING, lib.HSR_LOG_WARN), (logging.INFO, lib.HSR_LOG_INFO))
 _CLOSE_SECONDS = 30.0
@@ -95,6 +97,30 @@ class EngineStats:
     pages_open: int
     pages_full: int
     pages_sealed: int
+    io_engine: str
+    """How cold pages are read and written, "io_uring" or "pread"; empty without a cold tier."""
+    cold_pages: int
+    """Pages that are in the cold file only."""
+    cold_bytes_used: int
+    cold_bytes_total: int
+    cold_hits: int
+    """Pages that attention found in memory, with a cold tier in use."""
+    cold_misses: int
+    """Pages that it had to read."""
+    cold_late: int
+    """Pages that were already on their way when they were needed."""
+    cold_waits: int
+    cold_wait_ns: int
+    cold_wait_ns_p99: int
+    cold_prefetched: int
+    cold_prefetch_hits: int
+    cold_prefetch_wasted: int
+    cold_read_bytes: int
+    cold_written_bytes: int
+    cold_evictions: int
+    cold_max_moves: int
+    cold_errors: int
+    mover_cpu_ns: int
 
 
 class _Native:
@@ -120,12 +146,15 @@ class Model:
     """
 
     def __init__(
-        self, path: str | bytes | os.PathLike[Any], *, ram: int | str | None = None, hot: int | str | None = None, threads: int = 0,
+        self, path: str | bytes | os.PathLike[Any], *, ram: int | str | None = None, hot: int | str | None = None,
+        warm: int | str | None = None, cold: str | bytes | os.PathLike[Any] | None = None, cold_size: int | str | None = None,
+        io: str = "auto", io_deadline: float = 30.0, importance: str = "balanced", prefetch: int = 4, threads: int = 0,
         isa: str = "auto", kv: str = "auto", chunk: int = 512, max_sessions: int = 256, max_batch: int = 1024,
         log: logging.Logger | None = None, debug_async: bool = False, profile: ProfileLike = 0,
         calibration: str | bytes | os.PathLike[Any] | None = None,
     ) -> None:
-        opts = engine_options(ram=ram, hot=hot, threads=threads, isa=isa, kv=kv, chunk=chunk, max_sessions=max_sessions,
+        opts = engine_options(ram=ram, hot=hot, warm=warm, cold=cold, cold_size=cold_size, io=io, io_deadline=io_deadline,
+                              importance=importance, prefetch=prefetch, threads=threads, isa=isa, kv=kv, chunk=chunk, max_sessions=max_sessions,
                               max_batch=max_batch, log=log, debug_async=debug_async)
         name = os.fsencode(path)
         if not name or b"\0" in name:
@@ -177,7 +206,7 @@ class Model:
             call(lib.hsr_engine_get_stats, self._native.engine.pointer, native)
         values = {field.name: getattr(native, field.name) for field in fields(EngineStats)}
         isa = next((name for name, level in ISA_LEVELS.items() if level == native.isa), "?")
-        return EngineStats(**{**values, "isa": isa})
+        return EngineStats(**{**values, "isa": isa, "io_engine": ffi.string(native.io_engine).decode()})
 
     # ---- text
 
@@ -260,6 +289,18 @@ class Model:
         pages |= {name: value for name, value in (("window_size", window_size), ("sink_size", sink_size)) if value is not None}
         return Session(self, context=context, kv=kv or self.kv, beyond_trained=beyond_trained, rollback_tokens=rollback_tokens,
                        profile=profile, index=index, sketch=sketch, **pages)
+
+    def restore(self, path: str | bytes | os.PathLike[Any], *, context: int | None = None, kv: str | None = None, beyond_trained: bool = False,
+                profile: ProfileLike | None = None) -> Session:
+        """A session from a file of `Session.save`: its next token is the one that the saved session would have had.
+
+        context, beyond_trained   as in `session`; None is what it had
+        kv                        refuse a session of another key-value format; None takes what it has
+        profile                   as in `session`: profiles are not saved. None takes the model's
+
+        FileError, FormatError (damaged, or saved with another model or calibration), ContextError, NoSpaceError, InvalidError.
+        """
+        return Session._restore(self, path, context, kv, beyond_trained, self.profile if profile is None else profile)
 
     def profile_id(self, profile: ProfileLike) -> int:
         """The id of a profile in this model's engine, which registers it at its first use."""
@@ -448,12 +489,18 @@ class Model:
 
 
 def engine_options(
-    *, ram: int | str | None, hot: int | str | None, threads: int, isa: str, kv: str, chunk: int, max_sessions: int, max_batch: int,
+    *, ram: int | str | None, hot: int | str | None, warm: int | str | None, cold: str | bytes | os.PathLike[Any] | None,
+    cold_size: int | str | None, io: str, io_deadline: float, importance: str, prefetch: int, threads: int, isa: str, kv: str, chunk: int, max_sessions: int, max_batch: int,
     log: logging.Logger | None, debug_async: bool,
 ) -> Any:
     """The options of `load` as an hsr_engine_opts; an error if one of them is wrong."""
-    if ram is not None and hot is not None:
-        raise InvalidError("give ram or hot, not both: they name the same budget")
+    if ram is not None and (hot is not None or warm is not None):
+        raise InvalidError("give ram, or hot and warm, not both: they name the same budget")
+    for name, value, known in (("io", io, IO_ENGINES), ("importance", importance, IMPORTANCES)):
+        if value not in known:
+            raise InvalidError(f"{name} is {value!r}, known ones are {', '.join(known)}")
+    if cold_size is not None and cold is None:
+        raise InvalidError("cold_size without cold: name the directory of the cold tier")
     if isa not in ISA_LEVELS:
         raise InvalidError(f"isa is {isa!r}, known levels are {', '.join(ISA_LEVELS)}")
     if kv not in KV_FORMATS:
@@ -470,7 +517,26 @@ def engine_options(
     budget = hot if ram is None else ram
     opts.hot_bytes = 0 if budget is None else check_budget(budget)
     opts.flags = lib.HSR_ENGINE_ASYNC_DEBUG if debug_async else 0
+    opts.warm_bytes = 0 if warm is None else parse_size(warm)
+    opts.cold_bytes = 0 if cold_size is None else check_budget(cold_size)
+    opts.io_engine, opts.importance = IO_ENGINES[io], IMPORTANCES[importance]
+    opts.io_deadline_ms = integer("io_deadline in milliseconds", round(real("io_deadline", io_deadline) * 1000), 1, (1 << 31) - 1)
+    opts.prefetch_depth = integer("prefetch", prefetch, 0, 4096)
+    if cold is not None:
+        _DIRECTORIES[opts] = ffi.new("char[]", _path_bytes(cold))
+        opts.cold_dir = _DIRECTORIES[opts]
     return opts
+
+
+_DIRECTORIES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+"""What the options' cold_dir points to lives as long as they do."""
+
+
+def _path_bytes(path: str | bytes | os.PathLike[Any]) -> bytes:
+    name = os.fsencode(path)
+    if b"\0" in name:
+        raise InvalidError("the path has a NUL character in it")
+    return name
 
 
 def check_budget(value: int | str) -> int:

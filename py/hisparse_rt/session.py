@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -12,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._library import Handle, call, ffi, lib, new_struct, refuse_copies, watched
-from .checks import integer
+from .checks import file_name, integer
 from .errors import BusyError, ContextError, InvalidError
 from .ids import Ids, as_ids
 from .request import Sampling, SamplingOptions
@@ -211,6 +212,39 @@ class Session:
         """End the session's work at the next step; tokens not yet computed are dropped. From any thread."""
         with self._handle.lock:
             call(lib.hsr_session_cancel, self._handle.pointer)
+
+    # ---- saving
+
+    def save(self, path: str | bytes | os.PathLike[Any], progress: Callable[[int, int], object] | None = None) -> None:
+        """Write the session to a file, from which `Model.restore` goes on without computing anything again.
+
+        The file holds the text of the session, as token ids and as keys and values; it is readable for its owner only. It takes its
+        name when it is whole and on disk: whatever goes wrong, an older file of that name stays as it is. Tokens that were
+        appended and not computed yet are computed first. `progress(done, total)` is called in between, on this thread, with bytes.
+        FileError, StateError, InvalidError.
+        """
+        self.prefill()
+        with watched(progress) as callback:
+            self._call(lib.hsr_session_save, file_name(path), callback, ffi.NULL)
+
+    @classmethod
+    def _restore(cls, model: Model, path: str | bytes | os.PathLike[Any], context: int | None, kv: str | None, beyond_trained: bool,
+                 profile: ProfileLike) -> Session:
+        opts = ffi.new("hsr_restore_opts *")
+        lib.hsr_restore_opts_init(opts, ffi.sizeof("hsr_restore_opts"))
+        if kv is not None and kv not in KV_FORMATS:
+            raise InvalidError(f"kv is {kv!r}, known formats are {', '.join(KV_FORMATS)}")
+        opts.kv_format = KV_FORMATS[kv or "auto"]
+        opts.context = 0 if context is None else integer("context", context, 1, _INT32_MAX)
+        opts.beyond_trained = bool(beyond_trained)
+        opts.profile = model.profile_id(profile)
+        session = cls.__new__(cls)
+        session._opened(model)
+        with model._native.engine.lock:   # taken only to see that the engine is open; the call itself may take long
+            engine = model._native.engine.pointer
+        call(lib.hsr_session_restore, engine, file_name(path), opts, session._handle.box)
+        model._sessions.add(session)
+        return session
 
     # ---- facts and end
 

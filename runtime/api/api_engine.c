@@ -14,6 +14,7 @@ void hsr_engine_opts_init(hsr_engine_opts *opts, uint32_t struct_size)
 {
     const hsr_engine_opts defaults = {
         .struct_size = sizeof defaults, .chunk_tokens = 512, .max_sessions = 256, .max_batch = 1024, .log_level = HSR_LOG_WARN,
+        .io_deadline_ms = 30000, .enter_above = 0.7f, .leave_below = 0.5f, .prefetch_depth = 4,
     };
     hsri_struct_fill(opts, struct_size, &defaults, sizeof defaults);
 }
@@ -32,6 +33,14 @@ static hsr_status check_opts(const hsr_engine_opts *o, hsr_error *err)
     HSRI_TRY(in_range("chunk_tokens", o->chunk_tokens, 1, MAX_CHUNK, err));
     HSRI_TRY(in_range("max_sessions", o->max_sessions, 1, MAX_SESSIONS, err));
     HSRI_TRY(in_range("max_batch", o->max_batch, 1, 16 * MAX_CHUNK, err));
+    HSRI_TRY(in_range("io_engine", o->io_engine, HSR_IO_AUTO, HSR_IO_PREAD, err));
+    HSRI_TRY(in_range("io_deadline_ms", o->io_deadline_ms, 1, INT32_MAX, err));
+    HSRI_TRY(in_range("importance", o->importance, HSR_IMPORTANCE_BALANCED, HSR_IMPORTANCE_CHAT, err));
+    HSRI_TRY(in_range("prefetch_depth", o->prefetch_depth, 0, 4096, err));
+    if (o->cold_bytes != 0 && !o->cold_dir)
+        return hsri_fail(err, HSR_E_INVALID, "cold_bytes is %llu without a cold_dir", (unsigned long long)o->cold_bytes);
+    if (o->cold_dir && (!o->cold_dir[0] || (o->cold_bytes != 0 && o->cold_bytes < HSRI_BLOCK_BYTES)))
+        return hsri_fail(err, HSR_E_INVALID, o->cold_dir[0] ? "cold_bytes is less than one extent of 1 MiB" : "cold_dir is empty");
     HSRI_TRY(in_range("log_level", o->log_level, HSR_LOG_ERROR, HSR_LOG_DEBUG, err));
     if (o->flags & ~HSR_ENGINE_ASYNC_DEBUG)
         return hsri_fail(err, HSR_E_INVALID, "flags is 0x%x, this library knows 0x%x", o->flags, HSR_ENGINE_ASYNC_DEBUG);

@@ -4,6 +4,7 @@
 
 #include "api/structs.h"
 #include "engine/engine.h"
+#include "engine/persist.h"
 
 /* ---- options -------------------------------------------------------------------------------------------------- */
 
@@ -342,4 +343,39 @@ hsr_status hsr_session_get_stats(hsr_session *s, hsr_session_stats *stats, hsr_e
     hsr_status st = hsri_struct_out(stats, &s->published, sizeof s->published, "hsr_session_stats", err);
     pthread_mutex_unlock(&s->engine->lock);
     return st;
+}
+
+/* ---- saved sessions ------------------------------------------------------------------------------------------- */
+
+hsr_status hsr_session_save(hsr_session *s, const char *path, int32_t (*progress)(void *user, uint64_t done, uint64_t total), void *user, hsr_error *err)
+{
+    HSRI_TRY(enter(s, "hsr_session_save", err));
+    if (!path || !path[0])
+        return leave(s, hsri_fail(err, HSR_E_INVALID, "hsr_session_save: path is %s", path ? "empty" : "NULL"));
+    return leave(s, hsri_session_save(s, path, progress, user, err));
+}
+
+void hsr_restore_opts_init(hsr_restore_opts *opts, uint32_t struct_size)
+{
+    const hsr_restore_opts defaults = { .struct_size = sizeof defaults };
+    hsri_struct_fill(opts, struct_size, &defaults, sizeof defaults);
+}
+
+hsr_status hsr_session_restore(hsr_engine *e, const char *path, const hsr_restore_opts *opts, hsr_session **session, hsr_error *err)
+{
+    hsr_restore_opts known;
+
+    hsri_clear(err);
+    if (!session)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_session_restore: session is NULL");
+    *session = NULL;
+    if (!e || !path || !path[0])
+        return hsri_fail(err, HSR_E_INVALID, "hsr_session_restore: %s", !e ? "engine is NULL" : path ? "path is empty" : "path is NULL");
+    HSRI_TRY(hsri_engine_check_fork(e, err));
+    hsr_restore_opts_init(&known, sizeof known);
+    if (opts)
+        HSRI_TRY(hsri_struct_in(&known, sizeof known, opts, "hsr_restore_opts", err));
+    if (known.kv_format < HSR_KV_AUTO || known.kv_format > HSR_KV_VTQ)
+        return hsri_fail(err, HSR_E_INVALID, "kv_format is %d, this library knows %d to %d", known.kv_format, HSR_KV_AUTO, HSR_KV_VTQ);
+    return hsri_session_restore(e, path, &known, session, err);
 }

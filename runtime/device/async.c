@@ -427,6 +427,11 @@ static hsr_status async_view(hsri_device *dev, const void *host, uint64_t bytes,
     return async_of(dev)->inner->view(async_of(dev)->inner, host, bytes, buf, err);
 }
 
+static uint8_t *async_host_range(hsri_device *dev, uint32_t buf)
+{
+    return async_of(dev)->inner->host_range(async_of(dev)->inner, buf);
+}
+
 static hsr_status async_reserve(hsri_device *dev, uint64_t bytes, uint32_t *buf, hsr_error *err)
 {
     return async_of(dev)->inner->reserve(async_of(dev)->inner, bytes, buf, err);
@@ -564,7 +569,7 @@ hsr_status hsri_async_device_create(hsri_device *inner, hsri_device **dev, hsr_e
     }
     async->inner = inner;
     async->base = (hsri_device){
-        .name = "cpu-async", .isa = inner->isa, .alloc = async_alloc, .view = async_view, .reserve = async_reserve, .commit = async_commit,
+        .name = "cpu-async", .isa = inner->isa, .alloc = async_alloc, .view = async_view, .reserve = async_reserve, .host_range = async_host_range, .commit = async_commit,
         .decommit = async_decommit, .free = async_free, .reserve_sampling = async_reserve_sampling,
         .queue_create = async_queue_create, .queue_destroy = async_queue_destroy, .copy_in = async_copy_in, .copy_out = async_copy_out,
         .copy = async_copy, .wait = async_wait, .destroy = async_destroy,

@@ -201,6 +201,8 @@ struct hsri_device {
     hsr_status (*reserve)(hsri_device *dev, uint64_t bytes, uint32_t *buf, hsr_error *err);
     hsr_status (*commit)(hsri_device *dev, uint32_t buf, uint64_t offset, uint64_t bytes, hsr_error *err);
     void       (*decommit)(hsri_device *dev, uint32_t buf, uint64_t offset, uint64_t bytes);
+    /* Where the host can read and write a reserved range that no operation is using; NULL: it cannot. */
+    uint8_t   *(*host_range)(hsri_device *dev, uint32_t buf);
     void       (*free)(hsri_device *dev, uint32_t buf);    /* after a wait on every queue that used it */
     /* The memory that `sample` works in: calls of up to n_rows rows with this n_tokens cannot fail afterwards. */
     hsr_status (*reserve_sampling)(hsri_device *dev, uint32_t n_rows, uint32_t n_tokens, hsr_error *err);

@@ -13,14 +13,8 @@
 /* Key components of compact and vtq by their bits: 6 up to n6(d), then 4 up to d / 2, then 2. */
 static inline uint32_t hsri_n6(uint32_t d) { return 3 * d / 16; }
 
-/* A unit's key codes: d/2 planes of 16 tokens x 4 bits, 8 bytes each, then planes of 16 tokens x 2 bits, 4 bytes each: the low bits of
- * the n6 components of 6 bits, then the d/2 components of 2 bits. */
-static inline uint32_t hsri_key_unit_bytes(uint32_t d) { return 27 * d / 4; }
-static inline const uint8_t *hsri_plane4(const uint8_t *unit, uint32_t j) { return unit + 8 * j; }
-static inline const uint8_t *hsri_plane2_low(const uint8_t *unit, uint32_t d, uint32_t j) { return unit + 4 * d + 4 * j; }
-static inline const uint8_t *hsri_plane2(const uint8_t *unit, uint32_t d, uint32_t j) { return unit + 4 * d + 4 * (hsri_n6(d) + j - d / 2); }
-/* Where token t of a unit is in a plane of 4 bits: even tokens in the first 4 bytes, odd ones in the others. */
-static inline uint32_t hsri_plane4_shift(uint32_t t) { return t % 2 * 32 + t / 2 * 4; }
+/* Nibbles come by eight in dwords: which bits number i has. */
+static inline uint32_t hsri_nibble_shift(uint32_t i) { return i % 4 * 8 + i / 4 * 4; }
 
 /* A unit's value codes: 2 x d dwords, each of one component and 8 tokens x 4 bits; vtq has d words of further bits behind them. */
 static inline uint32_t hsri_value_unit_bytes(hsri_kv_type format, uint32_t d) { return format == HSRI_KV_TYPE_VTQ ? 10 * d : 8 * d; }
@@ -31,9 +25,23 @@ static inline const uint8_t *hsri_value_scales(const uint8_t *slot, uint32_t d) 
 static inline const uint8_t *hsri_key_means(const uint8_t *slot, uint32_t d) { return hsri_key_scales(slot) + 2 * d; }
 static inline const uint8_t *hsri_value_means(const uint8_t *slot, uint32_t d) { return hsri_key_scales(slot) + 3 * d; }
 
-static inline const uint8_t *hsri_key_unit(const uint8_t *slot, uint32_t d, uint32_t unit)
+/* Key codes are three arrays of four units each.
+ * Nibbles: the 4 bits, or the high 4 of 6, of the first d/2 components: d/16 blocks of 8 components, each 16 dwords, one a token.
+ * Pairs: the d/2 components of 2 bits: d/16 blocks of 8 components, each 16 words, one a token.
+ * Low planes: the low 2 bits of the components of 6: a dword each, of 16 tokens x 2 bits. */
+static inline const uint8_t *hsri_key_nibbles(const uint8_t *slot, uint32_t d, uint32_t unit)
 {
-    return hsri_key_scales(slot) + 4 * d + unit * hsri_key_unit_bytes(d);
+    return hsri_key_scales(slot) + 4 * d + 4 * d * unit;
+}
+
+static inline const uint8_t *hsri_key_pairs(const uint8_t *slot, uint32_t d, uint32_t unit)
+{
+    return hsri_key_scales(slot) + 20 * d + 2 * d * unit;
+}
+
+static inline const uint8_t *hsri_key_lows(const uint8_t *slot, uint32_t d, uint32_t unit)
+{
+    return hsri_key_scales(slot) + 28 * d + 3 * d / 4 * unit;
 }
 
 static inline const uint8_t *hsri_value_unit(hsri_kv_type format, const uint8_t *slot, uint32_t d, uint32_t unit)

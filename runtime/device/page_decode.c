@@ -65,16 +65,15 @@ static inline uint32_t bits_at(const uint8_t *p, uint32_t shift, uint32_t n) { r
 
 float hsri_key_code(hsri_kv_type format, const uint8_t *slot, uint32_t d, uint32_t token, uint32_t j)
 {
-    const uint8_t *unit;
-    uint32_t       t = token % HSRI_UNIT_TOKENS, high;
+    uint32_t t = token % HSRI_UNIT_TOKENS, unit, high;
 
     if (format == HSRI_KV_TYPE_INT8)
         return (float)(int8_t)hsri_int8_keys(slot, d)[(size_t)j * HSRI_PAGE_TOKENS + token];
-    unit = hsri_key_unit(slot, d, token / HSRI_UNIT_TOKENS);
+    unit = token / HSRI_UNIT_TOKENS;
     if (j >= d / 2)
-        return (float)bits_at(hsri_plane2(unit, d, j), 2 * t, 2) - 1.5f;
-    high = bits_at(hsri_plane4(unit, j), hsri_plane4_shift(t), 4);
-    return j < hsri_n6(d) ? (float)(4 * high + bits_at(hsri_plane2_low(unit, d, j), 2 * t, 2)) - 31.5f : (float)high - 7.5f;
+        return (float)bits_at(hsri_key_pairs(slot, d, unit) + (j - d / 2) / 8 * 32 + 2 * t, 2 * (j % 8), 2) - 1.5f;
+    high = bits_at(hsri_key_nibbles(slot, d, unit) + j / 8 * 64 + 4 * t, hsri_nibble_shift(j % 8), 4);
+    return j < hsri_n6(d) ? (float)(4 * high + bits_at(hsri_key_lows(slot, d, unit) + 4 * j, 2 * t, 2)) - 31.5f : (float)high - 7.5f;
 }
 
 float hsri_value_code(hsri_kv_type format, const uint8_t *slot, uint32_t d, uint32_t token, uint32_t j)
@@ -86,7 +85,7 @@ float hsri_value_code(hsri_kv_type format, const uint8_t *slot, uint32_t d, uint
     if (format == HSRI_KV_TYPE_INT8)
         return (float)(int8_t)hsri_int8_values(slot, d)[(size_t)token * d + j];
     unit = hsri_value_unit(format, slot, d, token / HSRI_UNIT_TOKENS);
-    high = bits_at(unit + 4 * ((size_t)t / 8 * d + j), 4 * (t % 8), 4);
+    high = bits_at(unit + 4 * ((size_t)t / 8 * d + j), hsri_nibble_shift(t % 8), 4);
     if (format == HSRI_KV_TYPE_COMPACT)
         return (float)high - 7.5f;
     memcpy(&h, slot, sizeof h);

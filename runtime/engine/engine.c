@@ -40,14 +40,14 @@ static hsr_status create_pool(hsr_engine *e, hsr_error *err)
 {
     const hsri_hparams *hp = &e->model->hp;
     uint64_t bytes = e->opts.hot_bytes, total = hsri_memory_total();
-    if (total && bytes > total)
-        return hsri_fail(err, HSR_E_INVALID, "hot_bytes is %llu, but the machine has %llu bytes of memory", (unsigned long long)bytes,
-                         (unsigned long long)total);
+    if (total && (bytes > total || e->opts.warm_bytes > total - bytes))
+        return hsri_fail(err, HSR_E_INVALID, "hot_bytes is %llu and warm_bytes %llu, but the machine has %llu bytes of memory", (unsigned long long)bytes,
+                         (unsigned long long)e->opts.warm_bytes, (unsigned long long)total);
     if (bytes == 0) {
         bytes = hsri_memory_available() / 2;
         bytes = hsri_min(hsri_max(bytes, 64ull << 20), 1ull << 42);
     }
-    HSRI_TRY(hsri_pool_create(e->dev, bytes, &e->pool, err));
+    HSRI_TRY(hsri_pool_create(e->dev, bytes + e->opts.warm_bytes, &e->pool, err));
     hsri_kv_shape_init(&e->shape, e->pool, hp->n_layers, hp->n_kv_heads, hp->head_dim);
     return HSR_OK;
 }
@@ -75,6 +75,8 @@ hsr_status hsri_engine_register(hsr_engine *e, const hsr_profile *in, int32_t *i
     if (in->sparse && in->prefill_budget > 0 && e->opts.max_batch < (int32_t)HSRI_PICK_ROWS)
         return hsri_fail(err, HSR_E_INVALID, "prefill_budget is %d: sparse prompts need an engine with max_batch of at least %u, this one has %d",
                          in->prefill_budget, HSRI_PICK_ROWS, e->opts.max_batch);
+    if (in->sparse && in->selector == HSR_SELECT_ORACLE && e->tiers)
+        return hsri_fail(err, HSR_E_UNSUPPORTED, "selector oracle reads every page for every query: not with a cold tier");
     HSRI_TRY(hsri_profile_create(in, e->model->hp.n_layers, e->model->calibration != NULL, &p, err));
     if (!hsri_grow((void **)&e->profiles, &e->profiles_cap, e->n_profiles + 1, sizeof *e->profiles)) {
         free(p);
@@ -123,6 +125,7 @@ static hsr_status create_parts(hsr_engine *e, hsr_error *err)
     HSRI_TRY(create_device(e, err));
     HSRI_TRY(create_weights(e, err));
     HSRI_TRY(create_pool(e, err));
+    HSRI_TRY(hsri_cold_create(e, err));
     HSRI_TRY(create_calibration(e, err));
     int32_t dense;
     HSRI_TRY(hsri_engine_register(e, &(hsr_profile){ 0 }, &dense, err));
@@ -142,10 +145,11 @@ static void destroy_parts(hsr_engine *e)
         free(e->profiles[i]);
     free(e->profiles);
     hsri_weights_free(&e->weights);
+    const bool ended = hsri_cold_destroy(e);
     hsri_pool_destroy(e->pool);
     if (e->queue)
         e->dev->queue_destroy(e->queue);
-    if (e->dev)
+    if (e->dev && ended)   /* else the system may still write to the pool: its memory is given up */
         e->dev->destroy(e->dev);
     free(e->sessions);
     free(e->free_slots);
@@ -266,6 +270,7 @@ void hsri_engine_publish(hsr_engine *e)
     out->hot_bytes_committed = p.committed * HSRI_BLOCK_BYTES;
     out->slot_bytes = e->shape.view.slot_bytes[e->model->hp.weight_dtype == HSRI_DTYPE_F32 ? HSRI_KV_TYPE_F32 : HSRI_KV_TYPE_BF16];
     out->hot_slots_used = out->hot_slots_wasted = out->pages_open = out->pages_full = out->pages_sealed = 0;
+    hsri_cold_publish(e);
     for (uint32_t i = 0; i < e->n_sessions; i++) {
         hsri_cache_stats c;
         hsri_cache_get_stats(e->sessions[i]->cache, &c);

@@ -15,6 +15,7 @@
 #include "base/log.h"
 #include "device/device.h"
 #include "kv/cache.h"
+#include "kv/holder.h"
 #include "model.h"
 #include "sparse/profile.h"
 
@@ -99,6 +100,7 @@ typedef struct hsri_part {
     bool     sample;
     uint32_t sample_index;
     hsr_status status;            /* not HSR_OK: left out or failed, see error */
+    bool       lost;              /* a page of the session is gone: it must be rebuilt */
 } hsri_part;
 
 /* Arrays of the step under way: host copies, stable until the queue was waited on, and their places on the device. */
@@ -148,6 +150,11 @@ struct hsr_engine {
     hsri_spans       spans;
     hsri_sparse_room room;
     uint32_t         calibration_buf;
+    char            *cold_dir;
+    hsri_tiers      *tiers;         /* NULL: every page stays in memory */
+    hsri_holder     *holder;
+    hsri_cache     **step_caches;   /* of the step's parts, and the part of each pick: what the holder asks */
+    uint32_t        *pick_parts;
     hsri_profile   **profiles;      /* by id; 0 is dense */
     size_t           n_profiles, profiles_cap;
     hsri_tap        *taps;          /* of the step: one per part that captures queries */
@@ -184,6 +191,17 @@ void hsri_engine_publish(hsr_engine *engine);
 
 /* With the lock held: run one step, or wait for the one that is running or for somebody's turn to end. */
 void hsri_engine_advance(hsr_engine *engine);
+
+/* ---- cold.c: the cold tier ---- */
+
+hsr_status hsri_cold_create(hsr_engine *engine, hsr_error *err);
+bool hsri_cold_destroy(hsr_engine *engine);      /* false: a transfer did not end, the pool's memory must stay */
+void hsri_cold_publish(hsr_engine *engine);
+
+/* Around the step's forward pass: what it asks for pages, NULL if all are in memory; and whose failure it was. The queue is idle at
+ * the end. */
+const hsri_residency *hsri_cold_begin(hsr_engine *engine);
+void hsri_cold_end(hsr_engine *engine, hsr_status status, hsr_error *err);
 
 /* ---- step.c ---- */
 

@@ -135,7 +135,7 @@ hsr_status hsri_session_create(hsr_engine *e, const hsr_session_opts *opts, hsr_
     HSRI_TRY(new_session(e, &o, &s, err));
     hsri_cache_opts c = {
         .type = s->kv_type, .format = s->format, .index = s->index_shape, .window_pages = (uint32_t)o.window_size / HSRI_PAGE_TOKENS, .sink_pages = (uint32_t)o.sink_size / HSRI_PAGE_TOKENS,
-        .chunk_tokens = (uint32_t)hsri_max((uint64_t)e->opts.chunk_tokens, HSRI_PICK_ROWS),
+        .tiers = e->tiers, .chunk_tokens = (uint32_t)hsri_max((uint64_t)e->opts.chunk_tokens, HSRI_PICK_ROWS),
         /* A request may compute the last token once more. */
         .rollback_tokens = hsri_max((uint64_t)o.rollback_tokens, 1), .lineage = ++e->n_lineages,
     };

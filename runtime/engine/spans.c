@@ -93,6 +93,9 @@ static bool fits(const hsr_engine *e, const hsri_span *span, const row_mode *m)
     const uint32_t n_rows = span->n_rows + m->n_rows, n_picks = span->n_picks + 1, n_votes = m->prefill ? n_picks * SPAN_VOTES : n_picks;
     const uint32_t units = (uint32_t)hsri_max(span->max_units, m->units);
 
+    /* One bridge page at a time: it may have to be brought back. */
+    if (e->tiers && m->prefill && span->n_picks > 0)
+        return false;
     return (uint64_t)n_picks * hp->n_kv_heads * units <= e->room.n_units &&
            (uint64_t)n_rows * span->n_fixed * hp->n_heads * (hp->head_dim + 2) <= e->scratch.part_floats &&
            hsri_select_scratch(n_votes, n_picks, hp->n_heads, hp->n_kv_heads, hp->head_dim, span->max_pos / HSRI_PAGE_TOKENS + 1) <=

@@ -300,17 +300,21 @@ static hsr_status compute(hsr_engine *e, hsr_error *err)
 
     if (prepare_parts(e) < 0)
         return e->dev->wait(e->queue, err);
+    f.residency = hsri_cold_begin(e);
     enqueue_inputs(e);
     hsri_spans_enqueue(e);
     hsri_forward_layers(&f);
     if (status < 0) {
         e->dev->wait(e->queue, NULL);
+        hsri_cold_end(e, status, err);
         return status;
     }
     hsri_spans_collect(e);
     enqueue_sampling(e, &f);
     enqueue_logits(e, &f);
-    return e->dev->wait(e->queue, err);
+    status = e->dev->wait(e->queue, err);
+    hsri_cold_end(e, HSR_OK, NULL);
+    return status;
 }
 
 /* ---- results (lock held) -------------------------------------------------------------------------------------- */
@@ -321,7 +325,7 @@ static void drop_part(hsri_part *p, hsr_status status)
     hsr_session *s = p->session;
     hsr_error ignored = HSR_ERROR_INIT;
 
-    if (hsri_cache_truncate(s->cache, s->n_computed, &ignored) < 0)
+    if (hsri_cache_truncate(s->cache, s->n_computed, &ignored) < 0 || p->lost)
         s->status = status;
     hsri_session_fail(s, status);
 }

@@ -113,7 +113,7 @@ static void forget_body(hsri_tiers *t, uint32_t body)
 hsr_status hsri_body_create(hsri_family *f, uint32_t page, uint32_t layer, uint32_t head, uint32_t *out, hsr_error *err)
 {
     hsri_tiers *t = f->tiers;
-    uint32_t body, entry;
+    uint32_t body = HSRI_NO_BODY, entry;
     *out = HSRI_NO_BODY;
     if (f->missing == 0)
         return hsri_fail(err, HSR_E_INTERNAL, "a page slot was taken that was not promised");
@@ -389,7 +389,7 @@ static void note_pin(hsri_tiers *t, hsri_body *b, hsri_move_priority priority, b
     t->stats.misses += !there;
     t->stats.prefetch_hits += b->prefetched;
     b->prefetched = false;
-    hsri_importance_touch(&t->opts.importance, &b->row, (uint32_t)b->family->n_tokens, 0);
+    hsri_importance_seen(&b->row, (uint32_t)b->family->n_tokens);
 }
 
 hsr_status hsri_body_pin(hsri_tiers *t, uint32_t body, hsri_move_priority priority, bool wait, hsr_error *err)

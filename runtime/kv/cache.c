@@ -9,7 +9,7 @@
 
 /* ---- the lineage ---- */
 
-void hsri_lineage_join(hsri_cache *cache, hsri_cache *member)
+static void join_lineage(hsri_cache *cache, hsri_cache *member)
 {
     cache->next = member->next;
     cache->prev = member;
@@ -28,7 +28,7 @@ static void leave_lineage(hsri_cache *cache)
 
 static hsr_status check_opts(const hsri_kv_shape *shape, const hsri_cache_opts *opts, hsr_error *err)
 {
-    bool encodes = hsri_cache_encodes(opts);
+    bool encodes = hsri_seals_apart(opts);
     if (encodes && hsri_kv_slot_bytes(opts->format, shape->head_dim) == 0)
         return hsri_fail(err, HSR_E_UNSUPPORTED, "the KV format does not exist at head size %u: it must be a multiple of 16", shape->head_dim);
     if (hsri_kv_slots_per_block(opts->type, shape->head_dim) == 0 || hsri_kv_slots_per_block(opts->format, shape->head_dim) == 0)
@@ -45,7 +45,7 @@ static hsr_status init_stores(hsri_cache *cache, hsr_error *err)
     const hsri_cache_opts *opts = &cache->opts;
     uint32_t d = cache->shape->head_dim;
     HSRI_TRY(hsri_store_init(cache, HSRI_STORE_PLAIN, hsri_kv_slot_bytes(opts->type, d), 0, err));
-    if (hsri_cache_encodes(opts))
+    if (hsri_seals_apart(opts))
         HSRI_TRY(hsri_store_init(cache, HSRI_STORE_ENCODED, hsri_kv_slot_bytes(opts->format, d), opts->sink_pages, err));
     if (opts->index.per_slab)
         HSRI_TRY(hsri_store_init(cache, HSRI_STORE_INDEX, HSRI_SLAB_BYTES, 0, err));
@@ -62,12 +62,36 @@ static uint32_t largest_slot(const hsri_cache *cache)
 }
 #endif
 
-hsr_status hsri_cache_create(hsri_device *dev, hsri_pool *pool, const hsri_kv_shape *shape, const hsri_cache_opts *given,
-                             hsri_cache **out, hsr_error *err)
+/* What a session needs in memory at a time once its other pages may be elsewhere: the pages that are encoded and not sealed yet,
+ * and twice what one head group reads of one layer, so that reading goes on while computing. */
+static uint64_t working_set(const hsri_cache *cache)
+{
+    const hsri_cache_opts *opts = &cache->opts;
+    uint64_t pages = hsri_seal_window(opts) - opts->window_pages + (opts->chunk_tokens + 2ull * (HSRI_PAGE_TOKENS - 1)) / HSRI_PAGE_TOKENS + 1;
+    return pages * cache->per_page + 2ull * HSRI_GROUP_TOKENS / HSRI_PAGE_TOKENS * cache->shape->n_kv_heads;
+}
+
+/* A member of `parent`'s lineage, or the first of a new one. */
+static hsr_status join_family(hsri_cache *cache, hsri_cache *parent, hsr_error *err)
+{
+    hsri_tiers *tiers = cache->opts.tiers;
+    if (parent)
+        join_lineage(cache, parent);
+    if (!tiers)
+        return HSR_OK;
+    if (!parent)
+        return hsri_family_create(tiers, cache->opts.format, cache->opts.lineage, working_set(cache), &cache->family, err);
+    HSRI_TRY(hsri_family_join(parent->family, err));
+    cache->family = parent->family;
+    return HSR_OK;
+}
+
+static hsr_status create(hsri_device *dev, hsri_pool *pool, const hsri_kv_shape *shape, const hsri_cache_opts *given, hsri_cache *parent,
+                         hsri_cache **out, hsr_error *err)
 {
     *out = NULL;
     hsri_cache_opts opts = *given;
-    if (!hsri_cache_encodes(&opts))
+    if (!hsri_seals_apart(&opts))
         opts.format = opts.type;
     HSRI_TRY(check_opts(shape, &opts, err));
 
@@ -85,6 +109,8 @@ hsr_status hsri_cache_create(hsri_device *dev, hsri_pool *pool, const hsri_kv_sh
 
     hsr_status status = init_stores(cache, err);
     if (status == HSR_OK)
+        status = join_family(cache, parent, err);
+    if (status == HSR_OK)
         status = dev->alloc(dev, HSRI_SEAL_ROUND * sizeof(hsri_seal), &cache->seals_buf, err);
 #ifndef NDEBUG
     if (status == HSR_OK)
@@ -98,16 +124,40 @@ hsr_status hsri_cache_create(hsri_device *dev, hsri_pool *pool, const hsri_kv_sh
     return HSR_OK;
 }
 
+hsr_status hsri_cache_create(hsri_device *dev, hsri_pool *pool, const hsri_kv_shape *shape, const hsri_cache_opts *opts,
+                             hsri_cache **cache, hsr_error *err)
+{
+    return create(dev, pool, shape, opts, NULL, cache, err);
+}
+
+hsr_status hsri_cache_create_member(hsri_cache *parent, hsri_cache **cache, hsr_error *err)
+{
+    return create(parent->dev, parent->pool, parent->shape, &parent->opts, parent, cache, err);
+}
+
 static void free_buf(hsri_device *dev, uint32_t buf)
 {
     if (buf)
         dev->free(dev, buf);
 }
 
+static void leave_family(hsri_cache *cache)
+{
+    hsri_store *sealed = &cache->stores[HSRI_STORE_ENCODED];
+    if (!cache->family)
+        return;
+    hsri_store_shrink(cache, sealed, hsri_min(sealed->n_rows, cache->opts.sink_pages));
+    hsri_family_promise(cache->family, cache->bodies_promised, 0, NULL);
+    hsri_tiers *tiers = cache->opts.tiers;
+    hsri_family_leave(cache->family);
+    hsri_tiers_drain(tiers);
+}
+
 void hsri_cache_destroy(hsri_cache *cache)
 {
     if (!cache)
         return;
+    leave_family(cache);
     for (int kind = 0; kind < HSRI_N_STORES; kind++)
         if (hsri_store_exists(&cache->stores[kind]))
             hsri_slots_clear(&cache->stores[kind].slots, hsri_give_to_single, cache);
@@ -122,6 +172,7 @@ void hsri_cache_destroy(hsri_cache *cache)
     free_buf(cache->dev, cache->poison_buf);
 #endif
     free(cache->states);
+    free(cache->bodies);
     free(cache->seals);
     free(cache);
 }
@@ -133,6 +184,9 @@ hsr_status hsri_cache_grow_tables(hsri_cache *cache, uint64_t n_pages, uint64_t 
     hsri_store *stores = cache->stores;
     uint64_t need = n_pages * cache->per_page;
     if (!hsri_grow((void **)&cache->states, &cache->states_cap, need, sizeof *cache->states))
+        return hsri_fail(err, HSR_E_NOMEM, "out of memory for the states of %llu pages", (unsigned long long)need);
+    if (cache->family && !hsri_grow((void **)&cache->bodies, &cache->bodies_cap, hsri_max(n_pages, cache->opts.sink_pages) * cache->per_page,
+                                    sizeof *cache->bodies))
         return hsri_fail(err, HSR_E_NOMEM, "out of memory for the states of %llu pages", (unsigned long long)need);
     HSRI_TRY(hsri_store_grow(cache, &stores[HSRI_STORE_PLAIN], n_pages, err));
     if (hsri_store_exists(&stores[HSRI_STORE_ENCODED]))
@@ -170,9 +224,9 @@ uint64_t hsri_cache_step_limit(const hsri_cache *cache)
 {
     const hsri_cache_opts *opts = &cache->opts;
     uint64_t limit = UINT64_MAX;
-    if (hsri_cache_encodes(opts) || opts->index.per_slab)
+    if (hsri_seals_apart(opts) || opts->index.per_slab)
         limit = (cache->committed / HSRI_PAGE_TOKENS + opts->window_pages) * HSRI_PAGE_TOKENS - cache->committed;
-    return hsri_cache_encodes(opts) ? hsri_min(limit, opts->chunk_tokens) : limit;
+    return hsri_seals_apart(opts) ? hsri_min(limit, opts->chunk_tokens) : limit;
 }
 
 /* A page of its own for every position below n_tokens. */
@@ -195,7 +249,7 @@ static hsr_status close_pages(hsri_cache *cache, uint64_t n_tokens, hsr_error *e
     while (plain->n_rows > hsri_pages_of(n_tokens)) {
         uint64_t page = plain->n_rows - 1;
         HSRI_TRY(hsri_move_page(cache, page, HSRI_PAGE_EV_DROP, err));
-        if (!hsri_cache_encodes(&cache->opts) || page < cache->opts.sink_pages || page >= cache->sealed)
+        if (!hsri_seals_apart(&cache->opts) || page < cache->opts.sink_pages || page >= cache->sealed)
             hsri_store_drop(cache, plain, page);
         plain->n_rows = page;
         cache->prepared = page * HSRI_PAGE_TOKENS;
@@ -311,6 +365,10 @@ hsr_status hsri_cache_commit(hsri_cache *cache, uint64_t n_tokens, hsr_error *er
     cache->encoded.done = cache->encoded.queued;
     HSRI_TRY(hsri_seal_pages(cache, err));
     hsri_settle(cache);
+    if (cache->family) {
+        hsri_family_tick(cache->family, n_tokens);
+        hsri_tiers_poll(cache->opts.tiers);
+    }
     return HSR_OK;
 }
 
@@ -320,7 +378,7 @@ hsr_status hsri_cache_commit(hsri_cache *cache, uint64_t n_tokens, hsr_error *er
 static bool needs_lost_plain(const hsri_cache *cache, uint64_t n_tokens)
 {
     uint64_t plain_from = hsri_encoded_end(&cache->opts, n_tokens / HSRI_PAGE_TOKENS, cache->opts.window_pages);
-    return hsri_cache_encodes(&cache->opts) && plain_from < hsri_min(cache->sealed, hsri_pages_of(n_tokens));
+    return hsri_seals_apart(&cache->opts) && plain_from < hsri_min(cache->sealed, hsri_pages_of(n_tokens));
 }
 
 /* The page that a truncate to n_tokens cuts is written again, and so is the slab of the next page to be encoded. */
@@ -353,7 +411,7 @@ hsr_status hsri_cache_truncate(hsri_cache *cache, uint64_t n_tokens, hsr_error *
         return hsri_fail(err, HSR_E_INVALID, "truncate to %llu tokens: there are %llu", (unsigned long long)n_tokens,
                          (unsigned long long)cache->prepared);
     if (needs_lost_plain(cache, n_tokens))
-        return hsri_fail(err, HSR_E_INVALID, "truncate from %llu to %llu tokens: with an encoded KV format at most %llu (rollback_tokens) can be taken back",
+        return hsri_fail(err, HSR_E_INVALID, "truncate from %llu to %llu tokens: at most %llu (rollback_tokens) can be taken back",
                          (unsigned long long)cache->committed, (unsigned long long)n_tokens, (unsigned long long)cache->opts.rollback_tokens);
     for (int kind = 0; kind < HSRI_N_STORES; kind++)
         hsri_cow_undo(cache, &cache->stores[kind]);
@@ -366,6 +424,11 @@ hsr_status hsri_cache_truncate(hsri_cache *cache, uint64_t n_tokens, hsr_error *
         HSRI_TRY(reopen_cut_page(cache, n_tokens, err));
         mark_cut_slab(cache);
     }
+    if (cache->family) {
+        /* Entries that were corrected during a step that failed may not have arrived. */
+        cache->stores[hsri_read_store(&cache->opts)].sent = (hsri_progress){ 0 };
+        hsri_tiers_drain(cache->opts.tiers);
+    }
     hsri_settle(cache);
     return HSR_OK;
 }
@@ -376,7 +439,7 @@ void hsri_cache_fill_seq(const hsri_cache *cache, hsri_seq *seq)
 {
     const hsri_store *stores = cache->stores;
     seq->table = (hsri_ref){ .buf = stores[HSRI_STORE_PLAIN].buf };
-    seq->sealed = (hsri_ref){ .buf = stores[hsri_cache_encodes(&cache->opts) ? HSRI_STORE_ENCODED : HSRI_STORE_PLAIN].buf };
+    seq->sealed = (hsri_ref){ .buf = stores[hsri_read_store(&cache->opts)].buf };
     seq->index = (hsri_ref){ .buf = stores[HSRI_STORE_INDEX].buf };
     seq->kv_type = (uint32_t)cache->opts.type;
     seq->format = (uint32_t)cache->opts.format;
@@ -415,11 +478,21 @@ uint64_t hsri_cache_encoded_pages(const hsri_cache *cache)
     return cache->encoded.queued;
 }
 
+uint32_t hsri_cache_body(const hsri_cache *cache, uint32_t page, uint32_t layer, uint32_t head)
+{
+    if (!cache->family || page < cache->opts.sink_pages || page >= cache->encoded.queued)
+        return HSRI_NO_BODY;
+    return cache->bodies[page * cache->per_page + (uint64_t)layer * cache->shape->n_kv_heads + head];
+}
+
 hsri_page_state hsri_cache_page_state(const hsri_cache *cache, uint32_t page, uint32_t layer, uint32_t head)
 {
     if (page >= hsri_pages_of(cache->prepared))
         return HSRI_PAGE_NONE;
-    return (hsri_page_state)cache->states[page * cache->per_page + (uint64_t)layer * cache->shape->n_kv_heads + head];
+    uint8_t state = cache->states[page * cache->per_page + (uint64_t)layer * cache->shape->n_kv_heads + head];
+    if (state == HSRI_PAGE_HOT && cache->family)
+        return hsri_body_state(cache->opts.tiers, hsri_cache_body(cache, page, layer, head));
+    return (hsri_page_state)state;
 }
 
 static void add_store(const hsri_store *store, hsri_cache_stats *stats, hsri_store_stats *out)
@@ -438,6 +511,8 @@ void hsri_cache_get_stats(const hsri_cache *cache, hsri_cache_stats *stats)
         stats->pages_sealed += cache->n_in_state[state];
     for (int kind = 0; kind < HSRI_N_STORES; kind++)
         add_store(&cache->stores[kind], stats, &stats->stores[kind]);
+    if (cache->family)      /* wherever they are */
+        stats->stores[HSRI_STORE_ENCODED].used = (cache->stores[HSRI_STORE_ENCODED].n_rows - cache->opts.sink_pages) * cache->per_page;
     const hsri_store_stats *plain = &stats->stores[HSRI_STORE_PLAIN], *encoded = &stats->stores[HSRI_STORE_ENCODED];
     stats->slots_used = plain->used + encoded->used;
     stats->slots_wasted = plain->wasted + encoded->wasted;

@@ -21,6 +21,7 @@
 
 #include "kv/page.h"
 #include "kv/pool.h"
+#include "kv/tiers.h"
 
 /* What all sessions of an engine share. */
 typedef struct hsri_kv_shape {
@@ -44,17 +45,19 @@ typedef struct hsri_cache_opts {
     uint32_t     chunk_tokens;    /* positions that a step prepares at most; needed by encoded formats, whose plain pages are a ring */
     uint64_t     rollback_tokens; /* keeps the window's pages plain for queries this far back */
     uint64_t     lineage;         /* unique per session family within the engine */
+    hsri_tiers  *tiers;           /* where sealed pages can leave memory, in plain formats too; NULL: they cannot */
 } hsri_cache_opts;
 
-/* Blocks that a session needs for n_tokens, from nothing to the last of them; UINT64_MAX if no number would do. */
+/* Blocks that a session needs for n_tokens, from nothing to the last of them, all of it in memory; UINT64_MAX if no number would
+ * do. Sealed pages have slots of their own if the format is an encoded one or there are tiers. */
 uint64_t hsri_kv_blocks_for(const hsri_kv_shape *shape, const hsri_cache_opts *opts, uint64_t n_tokens);
 
 typedef struct hsri_cache hsri_cache;
 
 /* Kinds of slots, each with blocks of its own. */
 typedef enum hsri_store_kind {
-    HSRI_STORE_PLAIN,       /* pages as written; in plain formats all there are */
-    HSRI_STORE_ENCODED,     /* pages in an encoded format */
+    HSRI_STORE_PLAIN,       /* pages as written; in plain formats without tiers all there are */
+    HSRI_STORE_ENCODED,     /* sealed pages, where they have slots of their own; with tiers these are the tiers' */
     HSRI_STORE_INDEX,       /* index slabs */
     HSRI_N_STORES
 } hsri_store_kind;
@@ -88,7 +91,7 @@ void hsri_cache_destroy(hsri_cache *cache);
 
 /* Reserve blocks and table space so that positions [0, n_tokens) can be prepared without failing for want of budget. Growing
  * only; HSR_E_NOSPACE names needed and available blocks and changes nothing; HSR_E_NOMEM likewise. The device tables may be
- * reallocated here, so queues must be idle. */
+ * reallocated here, and pages may leave memory or move in it, so queues must be idle. */
 hsr_status hsri_cache_admit(hsri_cache *cache, uint64_t n_tokens, hsr_error *err);
 
 /* Give back reservations beyond position n_tokens (a request ended early). Pages that exist are kept. */
@@ -109,7 +112,7 @@ hsr_status hsri_cache_prepare(hsri_cache *cache, hsri_queue *q, uint64_t n_token
 hsr_status hsri_cache_commit(hsri_cache *cache, uint64_t n_tokens, hsr_error *err);
 
 /* Forget positions from n_tokens on: pages go back, a cut page is open again. Needs no memory and no device. Any n_tokens up to
- * the prepared length with a plain format; with an encoded one within the rollback distance, or so far back that only the
+ * the prepared length with a plain format without tiers; otherwise within the rollback distance, or so far back that only the
  * sink is left (0 always works): HSR_E_INVALID otherwise, and nothing has changed. Reservations are kept up to n_tokens
  * only: to go on with a request, admit again, which cannot be refused as long as nothing else was admitted in between. */
 hsr_status hsri_cache_truncate(hsri_cache *cache, uint64_t n_tokens, hsr_error *err);
@@ -130,6 +133,7 @@ hsri_ref hsri_cache_table(const hsri_cache *cache);   /* of plain pages, on the 
 hsri_kv_type hsri_cache_type(const hsri_cache *cache);
 hsri_kv_type hsri_cache_format(const hsri_cache *cache);
 uint64_t hsri_cache_encoded_pages(const hsri_cache *cache);   /* one past the last page that is encoded and indexed */
+uint32_t hsri_cache_body(const hsri_cache *cache, uint32_t page, uint32_t layer, uint32_t head);   /* HSRI_NO_BODY: none */
 hsri_page_state hsri_cache_page_state(const hsri_cache *cache, uint32_t page, uint32_t layer, uint32_t head);
 void hsri_cache_get_stats(const hsri_cache *cache, hsri_cache_stats *stats);
 

@@ -23,9 +23,24 @@ static hsr_status share_row(hsri_cache *cache, hsri_store *from, hsri_store *to,
     return HSR_OK;
 }
 
+/* The fork refers to the same bodies. */
+static void share_bodies(hsri_cache *cache, hsri_cache *fork, uint64_t page)
+{
+    hsri_store *from = &cache->stores[hsri_read_store(&cache->opts)], *to = &fork->stores[hsri_read_store(&cache->opts)];
+    for (uint64_t i = page * cache->per_page; i < (page + 1) * cache->per_page; i++) {
+        hsri_body_ref(cache->opts.tiers, cache->bodies[i]);
+        fork->bodies[i] = cache->bodies[i];
+        to->entries[i] = from->entries[i];
+    }
+    fork->stores[HSRI_STORE_ENCODED].n_rows = page + 1;
+}
+
 static hsr_status share_page(hsri_cache *cache, hsri_cache *fork, uint64_t page, hsr_error *err)
 {
-    HSRI_TRY(share_row(cache, hsri_sealed_store(cache), hsri_sealed_store(fork), page, err));
+    if (cache->family)
+        share_bodies(cache, fork, page);
+    else
+        HSRI_TRY(share_row(cache, hsri_sealed_store(cache), hsri_sealed_store(fork), page, err));
     HSRI_TRY(hsri_move_page(fork, page, HSRI_PAGE_EV_OPEN, err));
     HSRI_TRY(hsri_move_page(fork, page, HSRI_PAGE_EV_FILL, err));
     return hsri_move_page(fork, page, HSRI_PAGE_EV_SEAL, err);
@@ -57,43 +72,59 @@ static hsr_status grow_tables(hsri_cache *fork, const hsri_cache *cache, hsr_err
     return hsri_cache_grow_tables(fork, n_pages, cache->encoded.done, err);
 }
 
-/* Promise the copies, and what this cache loses: the free slots of blocks that are shared now. */
-static hsr_status promise_copies(hsri_cache *cache, hsri_cache *fork, const uint64_t *copies, hsr_error *err)
+/* What this cache has to be promised again, having lost the free slots of blocks that are shared now, and what the copies need. */
+typedef struct promises {
+    uint64_t mine[HSRI_N_STORES], copies[HSRI_N_STORES];
+} promises;
+
+static bool has_slots(const hsri_cache *cache, int kind)
 {
-    uint64_t before = hsri_pool_available(cache->pool), need = 0;
-    bool fits = true;
+    return hsri_store_exists(&cache->stores[kind]) && !(cache->family && kind == HSRI_STORE_ENCODED);
+}
+
+/* Blocks to be reserved for that. */
+static uint64_t blocks_needed(hsri_cache *cache, hsri_cache *fork, promises *p)
+{
+    uint64_t need = 0;
     for (int kind = 0; kind < HSRI_N_STORES; kind++) {
-        hsri_store *mine = &cache->stores[kind], *theirs = &fork->stores[kind];
-        if (!hsri_store_exists(mine))
+        if (!has_slots(cache, kind))
             continue;
-        uint64_t missing = hsri_slots_missing(cache, (hsri_store_kind)kind, cache->reserved);
-        need += hsri_slots_blocks_for(&mine->slots, missing) - mine->slots.n_reserved;
-        need += hsri_slots_blocks_for(&theirs->slots, copies[kind] * fork->per_page);
-        fits = fits && hsri_slots_promise(&mine->slots, missing) && hsri_slots_promise(&theirs->slots, copies[kind] * fork->per_page);
+        hsri_slots *mine = &cache->stores[kind].slots;
+        p->mine[kind] = hsri_slots_missing(cache, (hsri_store_kind)kind, cache->reserved);
+        need += hsri_slots_blocks_for(mine, p->mine[kind]) - mine->n_reserved;
+        need += hsri_slots_blocks_for(&fork->stores[kind].slots, p->copies[kind]);
     }
-    if (fits)
-        return HSR_OK;
-    hsri_pool_stats pool;
-    hsri_pool_get_stats(cache->pool, &pool);
-    return hsri_fail(err, HSR_E_NOSPACE, "a fork at %llu tokens needs %llu more KV blocks of 1 MiB; %llu of %llu are available",
-                     (unsigned long long)cache->committed, (unsigned long long)need, (unsigned long long)before,
-                     (unsigned long long)pool.total);
+    return need;
+}
+
+static hsr_status promise_copies(hsri_cache *cache, hsri_cache *fork, promises *p, hsr_error *err)
+{
+    uint64_t need = blocks_needed(cache, fork, p), available = hsri_pool_available(cache->pool);
+    if (need > available && !(cache->family && hsri_tiers_reclaim(cache->opts.tiers, need - available, true)))
+        return hsri_fail(err, HSR_E_NOSPACE, "a fork at %llu tokens needs %llu more KV blocks of 1 MiB; %llu of %llu are available",
+                         (unsigned long long)cache->committed, (unsigned long long)need, (unsigned long long)available,
+                         (unsigned long long)hsri_pool_total(cache->pool));
+    for (int kind = 0; kind < HSRI_N_STORES; kind++)
+        if (has_slots(cache, kind) && !(hsri_slots_promise(&cache->stores[kind].slots, p->mine[kind]) &&
+                                        hsri_slots_promise(&fork->stores[kind].slots, p->copies[kind])))
+            return hsri_fail(err, HSR_E_INTERNAL, "blocks that are there cannot be promised");
+    return HSR_OK;
 }
 
 /* Sharing comes first: it takes the free slots of shared blocks from this cache, whose reservation must then grow. */
 static hsr_status share_pages(hsri_cache *cache, hsri_cache *fork, hsr_error *err)
 {
-    uint64_t copies[HSRI_N_STORES] = { 0 };
+    promises p = { 0 };
     for (uint64_t page = 0; page < hsri_pages_of(cache->committed); page++) {
         if (is_sealed(cache, page))
             HSRI_TRY(share_page(cache, fork, page, err));
         else
-            copies[HSRI_STORE_PLAIN]++;
+            p.copies[HSRI_STORE_PLAIN] += cache->per_page;
     }
     for (uint64_t slab = 0; slab < shared_slabs(cache); slab++)
         HSRI_TRY(share_row(cache, &cache->stores[HSRI_STORE_INDEX], &fork->stores[HSRI_STORE_INDEX], slab, err));
-    copies[HSRI_STORE_INDEX] = hsri_index_rows(&cache->opts, cache->sealed) - shared_slabs(cache);
-    return promise_copies(cache, fork, copies, err);
+    p.copies[HSRI_STORE_INDEX] = (hsri_index_rows(&cache->opts, cache->sealed) - shared_slabs(cache)) * cache->per_page;
+    return promise_copies(cache, fork, &p, err);
 }
 
 static hsr_status enqueue_copies(hsri_cache *cache, hsri_cache *fork, hsri_queue *q, hsr_error *err)
@@ -133,8 +164,7 @@ hsr_status hsri_cache_fork(hsri_cache *cache, hsri_queue *q, hsri_cache **out, h
     if (cache->prepared != cache->committed)
         return hsri_fail(err, HSR_E_STATE, "a session cannot be forked inside a step");
     hsri_cache *fork;
-    HSRI_TRY(hsri_cache_create(cache->dev, cache->pool, cache->shape, &cache->opts, &fork, err));
-    hsri_lineage_join(fork, cache);
+    HSRI_TRY(hsri_cache_create_member(cache, &fork, err));
 
     hsr_status status = grow_tables(fork, cache, err);
     if (status == HSR_OK)

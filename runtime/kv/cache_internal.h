@@ -4,6 +4,7 @@
  *   cache_store.c  slots, their tables on the device, copy on write, promises
  *   cache_seal.c   encoding and sealing
  *   cache_fork.c   forks
+ *   holder.c       pages held for the time that operations read them
  *   cache.c        the calls of cache.h: creation, marks, accessors */
 #ifndef HSRI_CACHE_INTERNAL_H
 #define HSRI_CACHE_INTERNAL_H
@@ -64,6 +65,12 @@ struct hsri_cache {
     size_t               states_cap;
     uint64_t             n_in_state[HSRI_N_PAGE_STATES];
 
+    /* With tiers: the members of a lineage are one family, and each sealed page is a body of it. */
+    hsri_family         *family;
+    uint32_t            *bodies;        /* as rows of the encoded store */
+    size_t               bodies_cap;
+    uint64_t             bodies_promised;
+
     hsri_progress        encoded;       /* pages [sink_pages, queued) have their encoded form and index entry */
     uint64_t             sealed;        /* pages [sink_pages, sealed) are immutable, in a sealed state */
     hsri_seal           *seals;         /* list of this step */
@@ -82,7 +89,8 @@ static inline uint64_t hsri_pages_of(uint64_t n_tokens)
     return n_tokens / HSRI_PAGE_TOKENS + (n_tokens % HSRI_PAGE_TOKENS != 0);
 }
 
-static inline bool hsri_cache_encodes(const hsri_cache_opts *opts) { return !hsri_kv_is_plain(opts->format); }
+/* Do sealed pages have slots of their own, beside a ring of plain pages? */
+static inline bool hsri_seals_apart(const hsri_cache_opts *opts) { return !hsri_kv_is_plain(opts->format) || opts->tiers; }
 
 static inline bool hsri_store_exists(const hsri_store *store) { return store->slot_bytes > 0; }
 
@@ -99,10 +107,16 @@ static inline hsri_ref hsri_store_slot(const hsri_cache *cache, const hsri_store
     };
 }
 
+/* Whose table operations read sealed pages from: in a plain format there is one table for all pages. */
+static inline hsri_store_kind hsri_read_store(const hsri_cache_opts *opts)
+{
+    return hsri_kv_is_plain(opts->format) ? HSRI_STORE_PLAIN : HSRI_STORE_ENCODED;
+}
+
 /* Where sealed pages are. */
 static inline hsri_store *hsri_sealed_store(hsri_cache *cache)
 {
-    return &cache->stores[hsri_cache_encodes(&cache->opts) ? HSRI_STORE_ENCODED : HSRI_STORE_PLAIN];
+    return &cache->stores[hsri_seals_apart(&cache->opts) ? HSRI_STORE_ENCODED : HSRI_STORE_PLAIN];
 }
 
 /* ---- cache_sizes.c ---- */
@@ -117,10 +131,11 @@ uint64_t hsri_encoded_end_of(const hsri_cache_opts *opts, uint64_t n_tokens);
 /* Slabs that hold the index entries of encoded pages below `end`. */
 uint64_t hsri_index_rows(const hsri_cache_opts *opts, uint64_t end);
 
-/* The most plain pages that exist at a time; UINT64_MAX in plain formats. */
+/* The most plain pages that exist at a time; UINT64_MAX where sealed pages are plain ones. */
 uint64_t hsri_ring_pages(const hsri_cache_opts *opts);
 
-/* Pages of the window, and what truncate may go back over. */
+/* Pages of the window, and what truncate may go back over. With tiers, one more at least: a query of a prompt run reads the page
+ * that has just left its window without holding it. */
 uint64_t hsri_seal_window(const hsri_cache_opts *opts);
 
 /* ---- cache_store.c ---- */
@@ -131,7 +146,7 @@ void hsri_store_free(hsri_cache *cache, hsri_store *store);
 /* Space for n_rows, on the host and on the device. The device's copy is sent again by the next prepare. */
 hsr_status hsri_store_grow(hsri_cache *cache, hsri_store *store, uint64_t n_rows, hsr_error *err);
 
-/* Give the next row its slots: all or none. */
+/* Give the next row its slots, with tiers its bodies: all or none. */
 hsr_status hsri_store_take(hsri_cache *cache, hsri_store *store, hsr_error *err);
 void hsri_store_drop(hsri_cache *cache, hsri_store *store, uint64_t row);
 void hsri_store_drop_slot(hsri_cache *cache, hsri_store *store, uint32_t entry);
@@ -155,7 +170,7 @@ void hsri_give_to_single(void *arg, uint32_t block);
 /* Slots still to be taken before positions up to `reserved` can be written. */
 uint64_t hsri_slots_missing(hsri_cache *cache, hsri_store_kind kind, uint64_t reserved);
 
-/* Promise what is missing for `reserved` in all stores, or fail with the number of blocks short and change nothing. */
+/* Promise what is missing for `reserved` in all stores, or fail naming what is short and change nothing. */
 hsr_status hsri_promise(hsri_cache *cache, uint64_t reserved, hsr_error *err);
 
 /* Make the promises what the marks ask for, here and at the siblings, which may have regained blocks. Undoing gives back at least
@@ -167,7 +182,8 @@ hsr_status hsri_refuse(const hsri_cache *cache, uint64_t n_tokens, uint64_t bloc
 
 /* ---- cache.c ---- */
 
-void hsri_lineage_join(hsri_cache *cache, hsri_cache *member);
+/* A cache without tokens in the lineage of `parent`. */
+hsr_status hsri_cache_create_member(hsri_cache *parent, hsri_cache **cache, hsr_error *err);
 
 /* Table space for n_pages, of which pages below encoded_end are encoded. */
 hsr_status hsri_cache_grow_tables(hsri_cache *cache, uint64_t n_pages, uint64_t encoded_end, hsr_error *err);

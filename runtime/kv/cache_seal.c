@@ -27,12 +27,25 @@ static hsr_status take_rows(hsri_cache *cache, hsri_store *store, uint64_t n_row
     return HSR_OK;
 }
 
+/* Pages that are encoded may have moved since their entries were noted. */
+static void refresh_entries(hsri_cache *cache, uint64_t end)
+{
+    hsri_store *store = &cache->stores[HSRI_STORE_ENCODED];
+    for (uint64_t i = cache->encoded.done * cache->per_page; cache->family && i < end * cache->per_page; i++) {
+        uint32_t entry = hsri_body_entry(cache->opts.tiers, cache->bodies[i]);
+        if (entry != store->entries[i])
+            store->sent.done = hsri_min(store->sent.done, i / cache->per_page);
+        store->entries[i] = entry;
+    }
+}
+
 hsr_status hsri_encode_take(hsri_cache *cache, uint64_t end, hsr_error *err)
 {
     uint64_t n = (end - cache->encoded.done) * cache->per_page;
     if (!hsri_grow((void **)&cache->seals, &cache->seals_cap, n, sizeof *cache->seals))
         return hsri_fail(err, HSR_E_NOMEM, "out of memory for a list of %llu pages to encode", (unsigned long long)n);
     HSRI_TRY(take_rows(cache, &cache->stores[HSRI_STORE_ENCODED], end, err));
+    refresh_entries(cache, end);
     return take_rows(cache, &cache->stores[HSRI_STORE_INDEX], hsri_index_rows(&cache->opts, end), err);
 }
 
@@ -54,12 +67,24 @@ static hsri_seal describe(hsri_cache *cache, uint64_t page, uint64_t i)
     };
 }
 
+/* A plain page with a slot of its own for its sealed form is copied there, and gets its header there. */
+static void copy_plain(hsri_cache *cache, hsri_queue *q, hsri_seal *seal)
+{
+    const hsri_store *from = &cache->stores[HSRI_STORE_PLAIN], *to = hsri_sealed_store(cache);
+    if (seal->entry != seal->sealed && hsri_kv_is_plain(cache->opts.format))
+        cache->dev->copy(q, hsri_store_slot(cache, to, seal->sealed), hsri_store_slot(cache, from, seal->entry), to->slot_bytes);
+    if (hsri_kv_is_plain(cache->opts.format))
+        seal->entry = seal->sealed;
+}
+
 void hsri_encode_enqueue(hsri_cache *cache, hsri_queue *q, uint64_t end)
 {
     size_t n = 0;
     for (uint64_t page = cache->encoded.done; page < end; page++)
-        for (uint64_t i = 0; i < cache->per_page; i++)
-            cache->seals[n++] = describe(cache, page, i);
+        for (uint64_t i = 0; i < cache->per_page; i++) {
+            cache->seals[n] = describe(cache, page, i);
+            copy_plain(cache, q, &cache->seals[n++]);
+        }
     hsri_ref list = { .buf = cache->seals_buf };
     for (size_t i = 0; i < n; i += HSRI_SEAL_ROUND) {
         uint32_t round = (uint32_t)hsri_min(n - i, HSRI_SEAL_ROUND);
@@ -81,13 +106,28 @@ void hsri_encode_shrink(hsri_cache *cache, uint64_t end)
 
 /* ---- sealing ---- */
 
+/* The plain copy goes. In a plain format the one table of all pages names the sealed copy from now on. */
+static hsr_status seal_apart(hsri_cache *cache, uint64_t page, hsr_error *err)
+{
+    hsri_store *plain = &cache->stores[HSRI_STORE_PLAIN];
+    for (uint64_t i = page * cache->per_page; cache->family && i < (page + 1) * cache->per_page; i++)
+        HSRI_TRY(hsri_body_seal(cache->opts.tiers, cache->bodies[i], err));
+    hsri_store_drop(cache, plain, page);
+    if (hsri_read_store(&cache->opts) == HSRI_STORE_PLAIN) {
+        for (uint64_t i = page * cache->per_page; i < (page + 1) * cache->per_page; i++)
+            plain->entries[i] = hsri_body_entry(cache->opts.tiers, cache->bodies[i]);
+        plain->sent.done = hsri_min(plain->sent.done, page);
+    }
+    return HSR_OK;
+}
+
 hsr_status hsri_seal_pages(hsri_cache *cache, hsr_error *err)
 {
     uint64_t end = hsri_encoded_end(&cache->opts, cache->committed / HSRI_PAGE_TOKENS, hsri_seal_window(&cache->opts));
     for (end = hsri_min(end, cache->encoded.done); cache->sealed < end; cache->sealed++) {
         HSRI_TRY(hsri_move_page(cache, cache->sealed, HSRI_PAGE_EV_SEAL, err));
-        if (hsri_cache_encodes(&cache->opts))
-            hsri_store_drop(cache, &cache->stores[HSRI_STORE_PLAIN], cache->sealed);
+        if (hsri_seals_apart(&cache->opts))
+            HSRI_TRY(seal_apart(cache, cache->sealed, err));
     }
     return HSR_OK;
 }

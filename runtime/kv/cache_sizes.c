@@ -49,14 +49,15 @@ uint64_t hsri_index_rows(const hsri_cache_opts *opts, uint64_t end)
 
 uint64_t hsri_seal_window(const hsri_cache_opts *opts)
 {
-    return opts->window_pages + hsri_pages_of(opts->rollback_tokens);
+    uint64_t back = hsri_pages_of(opts->rollback_tokens);
+    return opts->window_pages + (opts->tiers ? hsri_max(back, 1) : back);
 }
 
 /* A step of chunk_tokens touches pages q(committed) .. q(committed) + (chunk + 126) / 64 - 1. The seal window reaches back from
  * there, except that a page seals no earlier than one step after its encoding. */
 uint64_t hsri_ring_pages(const hsri_cache_opts *opts)
 {
-    if (!hsri_cache_encodes(opts))
+    if (!hsri_seals_apart(opts))
         return UINT64_MAX;
     uint64_t window = hsri_seal_window(opts) - 1 + (opts->rollback_tokens == 0);
     return opts->sink_pages + window + (opts->chunk_tokens + 2ull * (HSRI_PAGE_TOKENS - 1)) / HSRI_PAGE_TOKENS;
@@ -82,7 +83,7 @@ uint64_t hsri_kv_blocks_for(const hsri_kv_shape *shape, const hsri_cache_opts *g
     uint64_t plain_rows = hsri_min(hsri_pages_of(n_tokens), hsri_ring_pages(&opts));
     uint64_t plain = blocks_of(plain_rows, per_page, hsri_kv_slots_per_block(opts.type, shape->head_dim));
     uint64_t encoded = 0, index = blocks_of(hsri_index_rows(&opts, end), per_page, HSRI_SLABS_PER_BLOCK), sum;
-    if (hsri_cache_encodes(&opts))
+    if (hsri_seals_apart(&opts))
         encoded = blocks_of(end - opts.sink_pages, per_page, hsri_kv_slots_per_block(opts.format, shape->head_dim));
     if (__builtin_add_overflow(plain, encoded, &sum) || __builtin_add_overflow(sum, index, &sum))
         return UINT64_MAX;

@@ -45,7 +45,7 @@ hsr_status hsri_store_grow(hsri_cache *cache, hsri_store *store, uint64_t n_rows
     return HSR_OK;
 }
 
-/* ---- rows ---- */
+/* ---- the lineage ---- */
 
 void hsri_give_to_single(void *arg, uint32_t block)
 {
@@ -63,8 +63,45 @@ void hsri_store_drop_slot(hsri_cache *cache, hsri_store *store, uint32_t entry)
         hsri_give_to_single(cache, block);
 }
 
+/* ---- rows of bodies ---- */
+
+static bool has_bodies(const hsri_cache *cache, const hsri_store *store)
+{
+    return cache->family && store == &cache->stores[HSRI_STORE_ENCODED];
+}
+
+static void drop_bodies(hsri_cache *cache, uint64_t row, uint64_t n)
+{
+    for (uint64_t i = row * cache->per_page; i < row * cache->per_page + n; i++) {
+        hsri_body_unref(cache->opts.tiers, cache->bodies[i]);
+        cache->bodies[i] = HSRI_NO_BODY;
+    }
+}
+
+static hsr_status take_bodies(hsri_cache *cache, hsri_store *store, hsr_error *err)
+{
+    uint32_t *entries = hsri_store_row(cache, store, store->n_rows), *bodies = cache->bodies + store->n_rows * cache->per_page;
+    uint32_t n_kv_heads = cache->shape->n_kv_heads;
+    for (uint64_t i = 0; i < cache->per_page; i++) {
+        hsr_status status = hsri_body_create(cache->family, (uint32_t)store->n_rows, (uint32_t)(i / n_kv_heads), (uint32_t)(i % n_kv_heads),
+                                             &bodies[i], err);
+        if (status < 0) {
+            drop_bodies(cache, store->n_rows, i);
+            return status;
+        }
+        cache->bodies_promised--;
+        entries[i] = hsri_body_entry(cache->opts.tiers, bodies[i]);
+    }
+    store->n_rows++;
+    return HSR_OK;
+}
+
+/* ---- rows of slots ---- */
+
 hsr_status hsri_store_take(hsri_cache *cache, hsri_store *store, hsr_error *err)
 {
+    if (has_bodies(cache, store))
+        return take_bodies(cache, store, err);
     uint32_t *entries = hsri_store_row(cache, store, store->n_rows);
     for (uint64_t i = 0; i < cache->per_page; i++) {
         hsr_status status = hsri_slots_take(&store->slots, &entries[i], err);
@@ -80,6 +117,10 @@ hsr_status hsri_store_take(hsri_cache *cache, hsri_store *store, hsr_error *err)
 
 void hsri_store_drop(hsri_cache *cache, hsri_store *store, uint64_t row)
 {
+    if (has_bodies(cache, store)) {
+        drop_bodies(cache, row, cache->per_page);
+        return;
+    }
     const uint32_t *entries = hsri_store_row(cache, store, row);
     for (uint64_t i = 0; i < cache->per_page; i++)
         hsri_store_drop_slot(cache, store, entries[i]);
@@ -167,7 +208,7 @@ static uint64_t rows_missing(const hsri_cache *cache, hsri_store_kind kind, uint
 
     if (kind == HSRI_STORE_PLAIN) {
         want = hsri_pages_of(reserved);
-        uint64_t live = have - (hsri_cache_encodes(opts) ? cache->sealed - opts->sink_pages : 0), ring = hsri_ring_pages(opts);
+        uint64_t live = have - (hsri_seals_apart(opts) ? cache->sealed - opts->sink_pages : 0), ring = hsri_ring_pages(opts);
         limit = ring > live ? ring - live : 0;
     } else if (reserved > cache->committed) {
         want = hsri_encoded_end_of(opts, reserved);
@@ -198,19 +239,21 @@ hsr_status hsri_refuse(const hsri_cache *cache, uint64_t n_tokens, uint64_t bloc
                      (unsigned long long)pool.total);
 }
 
-hsr_status hsri_promise(hsri_cache *cache, uint64_t reserved, hsr_error *err)
+/* Blocks of this cache's own stores. With tiers, those that pages hold in excess are asked for first. */
+static hsr_status promise_slots(hsri_cache *cache, uint64_t reserved, hsr_error *err)
 {
-    uint64_t missing[HSRI_N_STORES], need = 0, held = 0;
+    uint64_t missing[HSRI_N_STORES] = { 0 }, need = 0, held = 0, available;
     bool kept = true;
     for (int kind = 0; kind < HSRI_N_STORES; kind++) {
         hsri_store *store = &cache->stores[kind];
-        if (!hsri_store_exists(store))
+        if (!hsri_store_exists(store) || has_bodies(cache, store))
             continue;
         missing[kind] = hsri_slots_missing(cache, (hsri_store_kind)kind, reserved);
         need += hsri_slots_blocks_for(&store->slots, missing[kind]);
         held += store->slots.n_reserved;
     }
-    if (need > held && need - held > hsri_pool_available(cache->pool))
+    available = hsri_pool_available(cache->pool);
+    if (need > held + available && !(cache->family && hsri_tiers_reclaim(cache->opts.tiers, need - held - available, true)))
         return hsri_refuse(cache, reserved, need - held, err);
     /* Those that shrink first, so that the others find their blocks. */
     for (int grow = 0; grow < 2; grow++)
@@ -221,6 +264,21 @@ hsr_status hsri_promise(hsri_cache *cache, uint64_t reserved, hsr_error *err)
         }
     assert(kept);
     (void)kept;
+    return HSR_OK;
+}
+
+hsr_status hsri_promise(hsri_cache *cache, uint64_t reserved, hsr_error *err)
+{
+    HSRI_TRY(promise_slots(cache, reserved, err));
+    if (!cache->family)
+        return HSR_OK;
+    uint64_t missing = hsri_slots_missing(cache, HSRI_STORE_ENCODED, reserved);
+    hsr_status status = hsri_family_promise(cache->family, cache->bodies_promised, missing, err);
+    if (status < 0) {
+        promise_slots(cache, cache->reserved, NULL);
+        return status;
+    }
+    cache->bodies_promised = missing;
     return HSR_OK;
 }
 

@@ -36,10 +36,15 @@ hsr_status hsri_importance_check(const hsri_importance_opts *o, hsr_error *err)
     return HSR_OK;
 }
 
-void hsri_importance_touch(const hsri_importance_opts *opts, hsri_importance *row, uint32_t now, float mass)
+void hsri_importance_seen(hsri_importance *row, uint32_t now)
 {
     row->last_access = now;
     row->hits += row->hits < UINT32_MAX;
+}
+
+void hsri_importance_touch(const hsri_importance_opts *opts, hsri_importance *row, uint32_t now, float mass)
+{
+    row->last_access = now;
     row->mass += mass > 0 ? mass < 1 ? mass : 1 : 0;
     if (++row->n_unfolded < opts->fold_accesses && row->n_unfolded < UINT16_MAX)
         return;

@@ -4,7 +4,8 @@
  *     score = a * locality + b * attention frequency + c * recency        each in 0 .. 1, a + b + c = 1
  *
  * locality is nearness to the end of the sequence, recency nearness of the last access, and frequency the page's share of
- * attention: its real softmax mass where the caller reports it, its number of accesses where not, as a decaying mean.
+ * attention, as a decaying mean: its real softmax mass where that is known, 1 for an access that a selection chose. A page
+ * that was not read for some tokens scores in the lower half of 0 .. 1 whatever it is worth, the others in the upper half.
  *
  * Scores rank pages that must leave. For moves that nobody asked for there are two thresholds with a gap between them, and a
  * cool-down after each move, so that a page near one threshold does not go back and forth. */
@@ -46,6 +47,9 @@ typedef struct hsri_importance {
     uint16_t moves;         /* saturates */
     uint16_t n_unfolded;
 } hsri_importance;
+
+/* The page was read at time `now`. */
+void hsri_importance_seen(hsri_importance *row, uint32_t now);
 
 /* The page was attended at time `now`, with this share of the attention (0 .. 1). */
 void hsri_importance_touch(const hsri_importance_opts *opts, hsri_importance *row, uint32_t now, float mass);

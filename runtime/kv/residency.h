@@ -22,6 +22,9 @@
 
 typedef struct hsri_residency {
     void *self;
+    /* The calls that follow are about these rows of the step, and about these picks of it: lists of hold_lists begin with first_pick.
+     * Until the first call, about all rows. */
+    void (*span)(void *self, uint32_t first_row, uint32_t n_rows, uint32_t first_pick);
     /* Pages that the rows of the step read encoded in dense groups [g0, *g1) of this layer are in memory and stay there until
      * release. *g1 is lowered, to no less than g0 + 1, if they do not fit at a time. Waits for reads, with a deadline. */
     hsr_status (*hold_dense)(void *self, uint32_t layer, uint32_t g0, uint32_t *g1, hsr_error *err);

@@ -216,7 +216,7 @@ static bool settle_frames(hsri_tiers *t, hsri_shelf *shelf)
 {
     uint64_t lacking = frames_short(shelf), there = hsri_pool_available(t->opts.pool);
     if (lacking > there)
-        hsri_tiers_reclaim(t, lacking - there);
+        hsri_tiers_reclaim(t, lacking - there, true);
     return hsri_shelf_settle_frames(shelf);
 }
 

@@ -61,9 +61,9 @@ void hsri_tiers_poll(hsri_tiers *tiers);
 /* Some page has left its frame: tables may be stale, and pages that are read must be held. */
 bool hsri_tiers_must_hold(const hsri_tiers *tiers);
 
-/* Free at least n blocks for others by letting pages leave and moving what must stay: false if promises forbid it. No operation
- * that reads sealed pages may be under way. */
-bool hsri_tiers_reclaim(hsri_tiers *tiers, uint64_t n);
+/* Free at least n blocks for others by letting pages leave and moving what must stay; false if promises forbid it. No operation that
+ * reads sealed pages may be under way, and if `idle` says so none that writes them either: then those may move, too. */
+bool hsri_tiers_reclaim(hsri_tiers *tiers, uint64_t n, bool idle);
 
 void hsri_tiers_get_stats(hsri_tiers *tiers, hsri_tiers_stats *stats);
 

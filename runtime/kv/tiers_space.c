@@ -140,7 +140,7 @@ hsr_status hsri_frame_take(hsri_tiers *t, hsri_shelf *shelf, bool wait, uint32_t
         hsr_status status = take_free(t, shelf, entry, err);
         if (status != HSR_AGAIN)
             return status;
-        if (evict_some(t, shelf) > 0 || hsri_tiers_collect(t, 0) > 0 || hsri_tiers_reclaim(t, 1))
+        if (evict_some(t, shelf) > 0 || hsri_tiers_collect(t, 0) > 0 || hsri_tiers_reclaim(t, 1, false))
             continue;
         if (!wait)
             return HSR_AGAIN;
@@ -160,25 +160,25 @@ static uint64_t excess(const hsri_shelf *shelf)
 static bool in_use(const hsri_held_block *held, uint32_t slot) { return held->used[slot / 64] >> slot % 64 & 1; }
 
 /* How much work emptying a block is: pages that must move to other frames; UINT32_MAX if one cannot. */
-static uint32_t stuck(hsri_tiers *t, const hsri_shelf *shelf, const hsri_held_block *held)
+static uint32_t stuck(hsri_tiers *t, const hsri_shelf *shelf, const hsri_held_block *held, bool idle)
 {
     uint32_t n = 0;
     for (uint32_t slot = 0; slot < shelf->frames.per_block; slot++) {
         if (!in_use(held, slot))
             continue;
         const hsri_body *b = &t->bodies[*hsri_frame_body(t, held->block << 8 | slot)];
-        if (b->pins > 0 || b->move != HSRI_NO_MOVE)
+        if (b->pins > 0 || b->move != HSRI_NO_MOVE || (b->state == HSRI_PAGE_FULL && !idle))
             return UINT32_MAX;
         n += !may_leave(b);
     }
     return n;
 }
 
-static uint32_t easiest_block(hsri_tiers *t, const hsri_shelf *shelf)
+static uint32_t easiest_block(hsri_tiers *t, const hsri_shelf *shelf, bool idle)
 {
     uint32_t best = HSRI_NO_BLOCK, least = UINT32_MAX;
     for (size_t i = 0; i < shelf->frames.n_blocks; i++) {
-        uint32_t n = stuck(t, shelf, &shelf->frames.blocks[i]);
+        uint32_t n = stuck(t, shelf, &shelf->frames.blocks[i], idle);
         if (n < least) {
             least = n;
             best = shelf->frames.blocks[i].block;
@@ -222,13 +222,13 @@ static bool empty_block(hsri_tiers *t, hsri_shelf *shelf, uint32_t block)
     return true;
 }
 
-bool hsri_tiers_reclaim(hsri_tiers *t, uint64_t n)
+bool hsri_tiers_reclaim(hsri_tiers *t, uint64_t n, bool idle)
 {
     uint64_t had = hsri_pool_available(t->opts.pool);
     for (int format = 0; format < HSRI_N_KV_FORMATS; format++) {
         hsri_shelf *shelf = &t->shelves[format];
         while (hsri_pool_available(t->opts.pool) - had < n && excess(shelf) > 0) {
-            uint32_t block = easiest_block(t, shelf);
+            uint32_t block = easiest_block(t, shelf, idle);
             if (block == HSRI_NO_BLOCK || !empty_block(t, shelf, block))
                 break;
             hsri_shelf_settle_frames(shelf);

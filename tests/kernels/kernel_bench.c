@@ -89,7 +89,15 @@ static double time_linear(linear_work w, uint32_t n_copies)
     return best;
 }
 
-static void bench_linear(const char *name, const hsri_kernels *kernels, const uint8_t *arena, uint32_t n_threads)
+/* Whether the line that starts with these words is wanted. */
+static bool wanted(const char *only, const char *what, const char *type, const char *shape)
+{
+    char line[80];
+    snprintf(line, sizeof line, "%s %s %s", what, type, shape);
+    return only == NULL || strstr(line, only) != NULL;
+}
+
+static void bench_linear(const char *name, const hsri_kernels *kernels, const uint8_t *arena, uint32_t n_threads, const char *only)
 {
     static const struct { const char *what; uint32_t n, k; } shapes[] = {
         { "SmolLM2-135M qkv", 960, 576 }, { "SmolLM2-135M gate_up", 3072, 576 }, { "SmolLM2-135M down", 576, 1536 },
@@ -105,6 +113,9 @@ static void bench_linear(const char *name, const hsri_kernels *kernels, const ui
         }
         fill_values(x, (size_t)512 * k, VALUES_UNIT);
         for (int dtype = 0; dtype < HSRI_N_DTYPES; dtype++) {
+            if (!wanted(only, "linear", dtype_names[dtype], shapes[s].what)) {
+                continue;
+            }
             printf("%-10s linear %-4s %-20s", name, dtype_names[dtype], shapes[s].what);
             bool prepares = kernels->prepare[dtype] != NULL;
             if (prepares) {
@@ -134,12 +145,15 @@ static void bench_linear(const char *name, const hsri_kernels *kernels, const ui
     }
 }
 
-static void bench_attend(const char *name, const hsri_kernels *kernels)
+static void bench_attend(const char *name, const hsri_kernels *kernels, const char *only)
 {
     static const uint32_t head_dims[] = { 64, 128 }, query_counts[] = { 1, 3, 7, 48 };
     for (int type = 0; type < HSRI_N_KV_TYPES; type++) {
         for (size_t h = 0; h < 2; h++) {
             uint32_t d = head_dims[h];
+            if (!wanted(only, "attend", type == 0 ? "f32" : "bf16", d == 64 ? "d=64" : "d=128")) {
+                continue;
+            }
             uint64_t slot = hsri_round_up(hsri_plain_page_bytes((hsri_kv_type)type, d), 4096);
             uint32_t n_groups = (uint32_t)((128ull << 20) / (slot * 16));
             uint8_t *slots = hsri_new_aligned(n_groups * 16ull, slot);
@@ -225,7 +239,7 @@ static void bench_rows(const char *name, const hsri_kernels *kernels)
     }
 }
 
-void bench_level(const char *name, const hsri_kernels *kernels, uint32_t n_threads)
+void bench_level(const char *name, const hsri_kernels *kernels, uint32_t n_threads, const char *only)
 {
     n_threads = n_threads > MAX_THREADS ? MAX_THREADS : n_threads;
     uint8_t *arena = hsri_new_aligned(1, ARENA_BYTES);
@@ -234,8 +248,10 @@ void bench_level(const char *name, const hsri_kernels *kernels, uint32_t n_threa
     }
     /* small finite numbers in every dtype */
     memset(arena, 0x11, ARENA_BYTES);
-    bench_linear(name, kernels, arena, n_threads);
-    bench_attend(name, kernels);
-    bench_rows(name, kernels);
+    bench_linear(name, kernels, arena, n_threads, only);
+    bench_attend(name, kernels, only);
+    if (only == NULL) {
+        bench_rows(name, kernels);
+    }
     free(arena);
 }

@@ -111,7 +111,7 @@ typedef struct product {
     uint32_t m, x_stride, out_stride;
 } product;
 
-/* Whether a level rounds what meets bf16 numbers and packed codes to bf16 itself. */
+/* Whether a level rounds inputs, and the weights that q8 and q4 stand for, to bf16. */
 static bool rounds_inputs(const hsri_kernels *kernels, hsri_dtype dtype)
 {
     return kernels->prepare[dtype] != NULL;
@@ -167,11 +167,11 @@ static void product_free(product *t)
     guard_free(t->reference);
 }
 
-/* flushed: numbers below the normal range may count as zero, which changes each product (weights are below 1 here) and the
- * sums it goes through by less than 2^-126. */
-static void product_check(const product *t, hsri_dtype dtype, const float *bias, bool flushed)
+/* p: the weights that the product should be of. flushed: numbers below the normal range may count as zero, which changes each
+ * product (weights are below 1 here) and the sums it goes through by less than 2^-126. */
+static void product_check(const product *t, const packed_test *p, hsri_dtype dtype, const float *bias, bool flushed)
 {
-    const hsri_packed *w = &t->p.w;
+    const hsri_packed *w = &p->w;
     limit exact = times(limit_of("linear"), 1.0);
     exact.ulps += 4.0 * (w->n_runs / 8);
     exact.absolute += flushed ? 3.0 * w->k * 0x1p-126 : 0.0;
@@ -180,7 +180,7 @@ static void product_check(const product *t, hsri_dtype dtype, const float *bias,
         for (uint32_t n = 0; n < w->n; n++) {
             double sum = 0.0, magnitude = 0.0;
             for (uint32_t k = 0; k < w->k; k++) {
-                double weight = t->p.decoded[(size_t)n * w->k + k], x = t->x[(size_t)i * t->x_stride + k];
+                double weight = p->decoded[(size_t)n * w->k + k], x = t->x[(size_t)i * t->x_stride + k];
                 sum += weight * x;
                 magnitude += fabs(weight * x);
                 if (dtype == HSRI_DTYPE_Q4) {
@@ -227,9 +227,19 @@ static void test_linear_values(const hsri_kernels *kernels, const hsri_kernels *
                 if (rounds) {
                     round_to_bf16(t.x, (size_t)(m - 1) * t.x_stride + k);
                 }
-                multiply(reference, dtype, &t.p.w, 0, panels, t.x, t.x_stride, m, bias, t.reference, t.out_stride);
                 multiply(kernels, dtype, &t.p.w, 0, panels, t.x, t.x_stride, m, bias, t.out, t.out_stride);
-                product_check(&t, dtype, bias, rounds);
+                if (rounds && dtype != HSRI_DTYPE_BF16) {
+                    /* the weights are then those of a bf16 matrix, and so are the bits */
+                    packed_test as_bf16 = pack(HSRI_DTYPE_BF16, n, k, t.p.rounded);
+                    multiply(kernels, HSRI_DTYPE_BF16, &as_bf16.w, 0, panels, t.x, t.x_stride, m, bias, t.reference, t.out_stride);
+                    check_same("output", t.out, t.reference, ((size_t)(m - 1) * t.out_stride + n) * sizeof(float));
+                    multiply(reference, HSRI_DTYPE_BF16, &as_bf16.w, 0, panels, t.x, t.x_stride, m, bias, t.reference, t.out_stride);
+                    product_check(&t, &as_bf16, HSRI_DTYPE_BF16, bias, true);
+                    packed_free(&as_bf16);
+                } else {
+                    multiply(reference, dtype, &t.p.w, 0, panels, t.x, t.x_stride, m, bias, t.reference, t.out_stride);
+                    product_check(&t, &t.p, dtype, bias, rounds);
+                }
                 product_free(&t);
             }
         }

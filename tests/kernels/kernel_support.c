@@ -230,9 +230,19 @@ static int clamp_round(double v, int low, int high)
     return v < low ? low : v > high ? high : (int)v;
 }
 
+/* To the nearest bf16, ties away from zero. */
+static float bf16_away(float f)
+{
+    uint32_t u;
+    memcpy(&u, &f, sizeof u);
+    u = (u + 0x8000u) & 0xffff0000u;
+    memcpy(&f, &u, sizeof f);
+    return f;
+}
+
 /* Pack inputs [k0, k0 + n_k) of output row n, n_k <= 32. */
 static void pack_group(hsri_dtype dtype, uint8_t *data, const hsri_packed *w, uint32_t n, uint32_t k0, uint32_t n_k,
-                       const float *plain, double *decoded)
+                       const float *plain, double *decoded, float *rounded)
 {
     uint32_t lane = n % 16;
     uint64_t run = (uint64_t)(n / 16) * w->n_runs + k0 / 32;
@@ -262,10 +272,12 @@ static void pack_group(hsri_dtype dtype, uint8_t *data, const hsri_packed *w, ui
             int code = clamp_round(plain[k] / step, -127, 127);
             data[run * 512 + (k / 4 * 16 + lane) * 4 + k % 4] = (uint8_t)code;
             decoded[k] = s * code;
+            rounded[k] = bf16_away((float)decoded[k]);
         } else {
             int code = clamp_round((plain[k] - m) / step, 0, 15);
             data[run * 256 + (k / 8 * 16 + lane) * 4 + k % 4] |= (uint8_t)(k % 8 < 4 ? code : code << 4);
             decoded[k] = s * code + m;
+            rounded[k] = bf16_away(fmaf((float)s, (float)(16 + code), fmaf(-16.0f, (float)s, (float)m)));
         }
     }
 }
@@ -273,13 +285,15 @@ static void pack_group(hsri_dtype dtype, uint8_t *data, const hsri_packed *w, ui
 packed_test pack(hsri_dtype dtype, uint32_t n, uint32_t k, const float *plain)
 {
     uint64_t bytes = hsri_packed_bytes(dtype, n, k);
-    packed_test p = { .data = guard_new(bytes), .decoded = calloc((size_t)n * k, sizeof(double)) };
+    packed_test p = { .data = guard_new(bytes), .decoded = calloc((size_t)n * k, sizeof(double)),
+                      .rounded = calloc((size_t)n * k, sizeof(float)) };
     memset(p.data, 0, bytes);
     p.w = hsri_packed_at(p.data, dtype, n, k);
     for (uint32_t row = 0; row < n; row++) {
         for (uint32_t k0 = 0; k0 < k; k0 += 32) {
             size_t at = (size_t)row * k + k0;
-            pack_group(dtype, p.data, &p.w, row, k0, k - k0 < 32 ? k - k0 : 32, plain + at, p.decoded + at);
+            pack_group(dtype, p.data, &p.w, row, k0, k - k0 < 32 ? k - k0 : 32, plain + at, p.decoded + at,
+                       p.rounded + at);
         }
     }
     return p;
@@ -289,4 +303,5 @@ void packed_free(packed_test *p)
 {
     guard_free(p->data);
     free(p->decoded);
+    free(p->rounded);
 }

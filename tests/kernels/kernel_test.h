@@ -58,6 +58,7 @@ typedef struct packed_test {
     hsri_packed w;
     void       *data;     /* guarded */
     double     *decoded;  /* [n][k]: what the packed bytes stand for */
+    float      *rounded;  /* the same as bf16, of q8 and q4 */
 } packed_test;
 
 /* Pack plain[n][k] as docs/model-file.md says. */
@@ -70,6 +71,7 @@ extern const char *const dtype_names[HSRI_N_DTYPES];
 
 void test_conversions(void);
 void test_level(const char *name, const hsri_kernels *kernels, const hsri_kernels *reference);
-void bench_level(const char *name, const hsri_kernels *kernels, uint32_t n_threads);
+/* only: of the lines about linear and attend those that contain it; NULL: all lines. */
+void bench_level(const char *name, const hsri_kernels *kernels, uint32_t n_threads, const char *only);
 
 #endif

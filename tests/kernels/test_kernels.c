@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Compares every kernel of every instruction-set level with the reference level and with a calculation in double precision.
  *
- *   test_kernels [--isa NAME] [--bench] [--threads N]
+ *   test_kernels [--isa NAME] [--bench] [--only TEXT] [--threads N]
  *
- * --isa runs one level (77 if this machine lacks it); --bench prints a table of speeds instead of testing. */
+ * --isa runs one level (77 if this machine lacks it); --bench prints a table of speeds instead of testing, with --only of lines
+ * such as "linear q8 Qwen2.5-0.5B down" that contain TEXT. */
 /* _exit */
 #define _DEFAULT_SOURCE
 
@@ -25,7 +26,7 @@ static void on_crash(int signal_number)
 
 static int usage(void)
 {
-    fprintf(stderr, "usage: test_kernels [--isa NAME] [--bench] [--threads N]\nlevels:");
+    fprintf(stderr, "usage: test_kernels [--isa NAME] [--bench] [--only TEXT] [--threads N]\nlevels:");
     for (int32_t isa = HSR_ISA_REFERENCE; isa <= HSR_ISA_AMX; isa++) {
         fprintf(stderr, " %s", hsri_isa_name(isa));
     }
@@ -35,12 +36,14 @@ static int usage(void)
 
 int main(int argc, char **argv)
 {
-    const char *only = NULL;
+    const char *only = NULL, *lines = NULL;
     bool bench = false;
     uint32_t n_threads = 1;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--isa") == 0 && i + 1 < argc) {
             only = argv[++i];
+        } else if (strcmp(argv[i], "--only") == 0 && i + 1 < argc) {
+            lines = argv[++i];
         } else if (strcmp(argv[i], "--threads") == 0 && i + 1 < argc && atoi(argv[i + 1]) > 0) {
             n_threads = (uint32_t)atoi(argv[++i]);
         } else if (strcmp(argv[i], "--bench") == 0) {
@@ -72,7 +75,7 @@ int main(int argc, char **argv)
         hsri_kernels kernels;
         hsri_kernels_fill(&kernels, isa);
         if (bench) {
-            bench_level(name, &kernels, n_threads);
+            bench_level(name, &kernels, n_threads, lines);
         } else {
             test_level(name, &kernels, &reference);
         }

@@ -31,9 +31,10 @@ typedef struct fake_device {
 } fake_device;
 
 typedef struct fake_op {
-    enum { FAKE_COPY_IN, FAKE_COPY, FAKE_SEAL } kind;
+    enum { FAKE_COPY_IN, FAKE_COPY_OUT, FAKE_COPY, FAKE_SEAL } kind;
     hsri_ref            dst, src;
     const void         *host;
+    void               *to_host;
     uint64_t            bytes;
     const hsri_kv_view *view;
 } fake_op;
@@ -90,7 +91,10 @@ static inline hsr_status fake_alloc(hsri_device *dev, uint64_t bytes, uint32_t *
 static inline hsr_status fake_reserve(hsri_device *dev, uint64_t bytes, uint32_t *id, hsr_error *err)
 {
     HSRI_TRY(fake_fault(fake_of(dev), "reserve", err));
-    HSRI_TRY(fake_new_buf(fake_of(dev), bytes, id));
+    HSRI_TRY(fake_new_buf(fake_of(dev), FAKE_BLOCK, id));
+    free(fake_of(dev)->bufs[*id - 1].data);
+    fake_of(dev)->bufs[*id - 1].data = aligned_alloc(4096, bytes);   /* page slots are read and written by direct access */
+    fake_of(dev)->bufs[*id - 1].bytes = bytes;
     fake_of(dev)->bufs[*id - 1].committed = calloc(bytes / FAKE_BLOCK, 1);
     return HSR_OK;
 }
@@ -146,6 +150,11 @@ static inline void fake_enqueue(hsri_queue *q, fake_op op)
 static inline void fake_copy_in(hsri_queue *q, hsri_ref dst, const void *src, uint64_t bytes)
 {
     fake_enqueue(q, (fake_op){ .kind = FAKE_COPY_IN, .dst = dst, .host = src, .bytes = bytes });
+}
+
+static inline void fake_copy_out(hsri_queue *q, void *dst, hsri_ref src, uint64_t bytes)
+{
+    fake_enqueue(q, (fake_op){ .kind = FAKE_COPY_OUT, .to_host = dst, .src = src, .bytes = bytes });
 }
 
 static inline void fake_copy(hsri_queue *q, hsri_ref dst, hsri_ref src, uint64_t bytes)
@@ -215,7 +224,7 @@ static inline void fake_run(fake_device *fake, const fake_op *op)
         fake_run_seal(fake, op);
         return;
     }
-    void *dst = fake_at(fake, op->dst, op->bytes);
+    void *dst = op->kind == FAKE_COPY_OUT ? op->to_host : fake_at(fake, op->dst, op->bytes);
     const void *src = op->kind == FAKE_COPY_IN ? op->host : fake_at(fake, op->src, op->bytes);
     if (dst && src)
         memcpy(dst, src, op->bytes);
@@ -239,7 +248,7 @@ static inline void fake_init(fake_device *fake)
     *fake = (fake_device){
         .base = {
             .name = "fake", .ops = { .seal = fake_seal }, .alloc = fake_alloc, .reserve = fake_reserve, .commit = fake_commit,
-            .decommit = fake_decommit, .free = fake_free, .copy_in = fake_copy_in, .copy = fake_copy, .wait = fake_wait,
+            .decommit = fake_decommit, .free = fake_free, .copy_in = fake_copy_in, .copy_out = fake_copy_out, .copy = fake_copy, .wait = fake_wait,
         },
     };
 }

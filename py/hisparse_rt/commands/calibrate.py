@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     from ..tools.calibrate import calibrate, default_ids
 
     text = read_text(args.text)
-    with load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, calibration="") as model:
+    with load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, calibration=False) as model:
         target = args.out or beside(os.fsdecode(model.file))
         common.check_output(target, sources=(os.fsdecode(model.file), *([args.text] if args.text else ())))
         ids = default_ids(model, text, args.tokens)

@@ -75,6 +75,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--isa", choices=ISA_LEVELS, default="auto", help="highest instruction set to use (default: auto)")
     group.add_argument("--ram", type=checked(check_budget), metavar="SIZE",
                        help="budget of the key-value memory, such as 4GiB (default: half of the memory available)")
+    group.add_argument("--hot", type=checked(check_budget), metavar="SIZE", help="with --warm, in place of --ram: memory for pages in use")
+    group.add_argument("--warm", type=checked(check_budget), metavar="SIZE", help="memory for other pages; on the CPU one pool with --hot")
+    group.add_argument("--cold", metavar="DIR", help="directory for pages that memory does not hold, best on NVMe (default: none)")
+    group.add_argument("--cold-size", type=checked(check_budget), metavar="SIZE",
+                       help="most that the file in it may take (default: half of what is free there)")
     group.add_argument("--kv", choices=KV_FORMATS, default="auto",
                        help="key-value format; auto is f32 for f32 models, else bf16 (default: auto)")
     group.add_argument("--profile", default="exact", metavar="NAME|FILE",
@@ -122,7 +127,8 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def open_model(args: argparse.Namespace) -> Model:
-    return load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, kv=args.kv, profile=args.profile, calibration=args.calibration)
+    return load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, hot=args.hot, warm=args.warm, cold=args.cold,
+                cold_size=args.cold_size, kv=args.kv, profile=args.profile, calibration=args.calibration)
 
 
 def say(text: str) -> None:

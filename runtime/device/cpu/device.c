@@ -136,6 +136,11 @@ static hsr_status cpu_reserve(hsri_device *dev, uint64_t bytes, uint32_t *buf, h
     return status;
 }
 
+static uint8_t *cpu_host_range(hsri_device *dev, uint32_t buf)
+{
+    return hsri_cpu_at(cpu_of(dev), (hsri_ref){ .buf = buf }, 0);
+}
+
 static uint8_t *range_of(hsri_device *dev, uint32_t buf, uint64_t offset, uint64_t bytes)
 {
     assert(hsri_cpu_buffer_of(cpu_of(dev), buf)->memory == HSRI_CPU_RESERVED);
@@ -255,6 +260,7 @@ static void table_fill(hsri_device *dev)
     dev->alloc = cpu_alloc;
     dev->view = cpu_view;
     dev->reserve = cpu_reserve;
+    dev->host_range = cpu_host_range;
     dev->commit = cpu_commit;
     dev->decommit = cpu_decommit;
     dev->free = cpu_free;

@@ -251,8 +251,7 @@ static uint32_t key_bits(uint32_t d, uint32_t j) { return j < hsri_n6(d) ? 6 : j
 static void key_scales(const float *z, uint32_t d, float unit, const float *most, uint8_t *bytes)
 {
     for (uint32_t j = 0; j < d; j += LANES) {
-        uint8_t  of[LANES];
-        uint32_t done = 0;
+        uint8_t of[LANES];
 
         for (uint32_t bits = 2; bits <= 6; bits += 2) {
             bool wanted = false;
@@ -268,17 +267,18 @@ static void key_scales(const float *z, uint32_t d, float unit, const float *most
             else
                 choose_scales(z + j, d, 6, unit, most + j, of);
             for (uint32_t i = 0; i < LANES; i++) {
-                if (key_bits(d, j + i) == bits) {
+                if (key_bits(d, j + i) == bits)
                     bytes[j + i] = of[i];
-                    done++;
-                }
             }
         }
-        (void)done;
     }
 }
 
-static inline void or_bits(uint8_t *p, uint32_t shift, uint32_t bits) { p[shift / 8] |= (uint8_t)(bits << shift % 8); }
+/* at: a place in the slot */
+static inline void or_bits(uint8_t *slot, const uint8_t *at, uint32_t shift, uint32_t bits)
+{
+    slot[at - slot + shift / 8] |= (uint8_t)(bits << shift % 8);
+}
 
 /* Key codes of a slot whose planes are zero; z becomes what they leave. */
 static void put_keys(uint8_t *slot, uint32_t d, float unit, float *z)
@@ -289,17 +289,17 @@ static void put_keys(uint8_t *slot, uint32_t d, float unit, float *z)
         float    inverse = scale > 0 ? 1.0f / scale : 0.0f;
 
         for (uint32_t token = 0; token < TOKENS; token++) {
-            uint8_t *u = slot + (hsri_key_unit(slot, d, token / HSRI_UNIT_TOKENS) - slot);
-            uint32_t t = token % HSRI_UNIT_TOKENS, code = (uint32_t)code_of(z[(size_t)token * d + j] * inverse, top * 0.5f, top);
+            uint32_t t = token % HSRI_UNIT_TOKENS, unit_of = token / HSRI_UNIT_TOKENS;
+            uint32_t code = (uint32_t)code_of(z[(size_t)token * d + j] * inverse, top * 0.5f, top);
 
             z[(size_t)token * d + j] -= ((float)code - top * 0.5f) * scale;
             if (bits == 2) {
-                or_bits(u + (hsri_plane2(u, d, j) - u), 2 * t, code);
+                or_bits(slot, hsri_key_pairs(slot, d, unit_of) + (j - d / 2) / 8 * 32 + 2 * t, 2 * (j % 8), code);
                 continue;
             }
-            or_bits(u + (hsri_plane4(u, j) - u), hsri_plane4_shift(t), bits == 6 ? code >> 2 : code);
+            or_bits(slot, hsri_key_nibbles(slot, d, unit_of) + j / 8 * 64 + 4 * t, hsri_nibble_shift(j % 8), bits == 6 ? code >> 2 : code);
             if (bits == 6)
-                or_bits(u + (hsri_plane2_low(u, d, j) - u), 2 * t, code & 3);
+                or_bits(slot, hsri_key_lows(slot, d, unit_of) + 4 * j, 2 * t, code & 3);
         }
     }
 }
@@ -407,7 +407,7 @@ static double put_values(uint8_t *slot, const hsri_page_header *h, hsri_kv_type 
     double error = 0;
 
     for (uint32_t token = 0; token < TOKENS; token++) {
-        uint8_t *u = slot + (hsri_value_unit(format, slot, d, token / HSRI_UNIT_TOKENS) - slot);
+        const uint8_t *u = hsri_value_unit(format, slot, d, token / HSRI_UNIT_TOKENS);
         uint32_t t = token % HSRI_UNIT_TOKENS, bits = value_bits(h, format, token), n_low = bits - 4;
         uint32_t low_shift = format == HSRI_KV_TYPE_VTQ ? hsri_vtq_low_shift(h, token) : 0;
         float    top = (float)((1u << bits) - 1), fine = 1.0f / (float)(1u << n_low);
@@ -420,9 +420,9 @@ static double put_values(uint8_t *slot, const hsri_page_header *h, hsri_kv_type 
 
             rest = a - ((float)code - top * 0.5f) * scale;
             error += (double)rest * rest;
-            or_bits(u + 4 * ((size_t)t / 8 * d + j), 4 * (t % 8), code >> n_low);
+            or_bits(slot, u + 4 * ((size_t)t / 8 * d + j), hsri_nibble_shift(t % 8), code >> n_low);
             if (n_low > 0)
-                or_bits(u + 8 * (size_t)d + 2 * (size_t)j, low_shift, code & ((1u << n_low) - 1));
+                or_bits(slot, u + 8 * (size_t)d + 2 * (size_t)j, low_shift, code & ((1u << n_low) - 1));
         }
     }
     return error;

@@ -31,6 +31,9 @@ void hsri_page_kernels_fill(hsri_page_kernels *k, int32_t isa)
     if (isa >= HSR_ISA_AVX512) {
         hsri_page_kernels_fill_avx512(k);
     }
+    if (isa >= HSR_ISA_AMX) {
+        hsri_page_kernels_fill_amx(k);
+    }
 #else
     (void)isa;
 #endif

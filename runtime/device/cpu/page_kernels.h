@@ -24,9 +24,11 @@ typedef struct hsri_units_args {
 } hsri_units_args;
 
 #define HSRI_UNITS_MAX 64u          /* a dense group */
-/* Scores of all queries; the codes of one page as floats, keys or values; scales, means and scaled queries. */
+/* Scores and weights of all queries, with gaps and sums; the codes of two pages as numbers, keys or values; scales, means and scaled
+ * queries. */
 #define HSRI_UNITS_SCRATCH \
-    (HSRI_ATTEND_MAX_QUERIES * HSRI_UNITS_MAX * HSRI_UNIT_TOKENS + (HSRI_PAGE_TOKENS + 16u) * HSRI_ATTEND_MAX_HEAD_DIM)
+    (HSRI_UNITS_MAX * (2u * (HSRI_ATTEND_MAX_QUERIES + 1u) * HSRI_UNIT_TOKENS + HSRI_ATTEND_MAX_QUERIES) + \
+     2u * (66u * HSRI_ATTEND_MAX_HEAD_DIM + HSRI_ATTEND_MAX_QUERIES * 16u))
 
 /* Floats of work space of `encode`. */
 static inline uint64_t hsri_encode_scratch(uint32_t d) { return 4ull * HSRI_PAGE_TOKENS * d + 8ull * d; }
@@ -44,5 +46,6 @@ void hsri_page_kernels_fill(hsri_page_kernels *k, int32_t isa);
 void hsri_page_kernels_fill_ref(hsri_page_kernels *k);
 void hsri_page_kernels_fill_avx2(hsri_page_kernels *k);    /* x86/formats_avx2.c */
 void hsri_page_kernels_fill_avx512(hsri_page_kernels *k);  /* x86/formats_avx512.c */
+void hsri_page_kernels_fill_amx(hsri_page_kernels *k);     /* x86/formats_amx.c */
 
 #endif

@@ -1,10 +1,33 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "device/cpu/sparse_kernels.h"
 
+#include <stdbool.h>
+
 #include "hisparse_rt/hisparse_rt.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+
+/* Bytes multiplied and added in one instruction: same bits, less time, so not a level of its own. */
+static bool has_vnni(void)
+{
+    unsigned a, b, c, d;
+
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & bit_AVX512VNNI);
+}
+#endif
 
 void hsri_sparse_kernels_fill(hsri_sparse_kernels *k, int32_t isa)
 {
     hsri_sparse_kernels_fill_ref(k);
+#if defined(__x86_64__)
+    if (isa >= HSR_ISA_AVX2)
+        hsri_sparse_kernels_fill_avx2(k);
+    if (isa >= HSR_ISA_AVX512)
+        hsri_sparse_kernels_fill_avx512(k);
+    if (isa >= HSR_ISA_AVX512 && has_vnni())
+        hsri_sparse_kernels_fill_avx512vnni(k);
+#else
     (void)isa;
+#endif
 }

@@ -185,7 +185,24 @@ typedef struct hsr_engine_opts {
     void       *log_user;
     int32_t     log_level;     /* HSR_LOG_*: the most detailed level delivered */
     uint32_t    flags;         /* HSR_ENGINE_* */
+    uint64_t    warm_bytes;    /* more memory for sealed pages. The CPU reads it in place: hot and warm are one pool of their sum */
+    const char *cold_dir;      /* directory for sealed pages that memory does not hold, best on NVMe; copied. NULL: no cold tier */
+    uint64_t    cold_bytes;    /* most that the cold file may take; 0 with a cold_dir: half of what is free there */
+    int32_t     io_engine;     /* HSR_IO_*: how cold pages are read and written */
+    int32_t     io_deadline_ms; /* a page that is waited for longer fails its session; default 30000 */
+    int32_t     importance;    /* HSR_IMPORTANCE_*: which pages leave memory first */
+    float       weight_locality, weight_frequency, weight_recency; /* the weights themselves, if any is not 0 */
+    float       enter_above, leave_below; /* thresholds of moves that nobody asked for; defaults 0.7 and 0.5 */
+    int32_t     prefetch_depth; /* groups of pages that may be on their way ahead of need; default 4, 0: none */
 } hsr_engine_opts;
+
+#define HSR_IO_AUTO  0 /* io_uring where the build, the kernel and the sandbox have it, else threads */
+#define HSR_IO_URING 1 /* io_uring, or an error */
+#define HSR_IO_PREAD 2 /* threads */
+
+#define HSR_IMPORTANCE_BALANCED  0
+#define HSR_IMPORTANCE_SUMMARIZE 1 /* near pages first */
+#define HSR_IMPORTANCE_CHAT      2 /* pages that were attended most first */
 
 /* Run device operations on a thread of their own and poison host memory that is read before a wait: finds
  * ordering mistakes. Same results, slower. For tests. */
@@ -237,6 +254,23 @@ typedef struct hsr_engine_stats {
     uint64_t pages_open;
     uint64_t pages_full;
     uint64_t pages_sealed;
+    /* cold tier; all 0 without one. Pages are sealed pages of one layer and kv head */
+    char     io_engine[16];       /* "io_uring" or "pread" */
+    uint64_t cold_pages;          /* at home in the cold file only */
+    uint64_t cold_bytes_used;     /* extents of the cold file that hold homes */
+    uint64_t cold_bytes_total;
+    uint64_t cold_hits;           /* pages that attention found in memory */
+    uint64_t cold_misses;         /* pages that it had to read */
+    uint64_t cold_late;           /* pages that were already on their way */
+    uint64_t cold_waits;          /* times that computing waited for pages */
+    uint64_t cold_wait_ns;        /* and for how long in all */
+    uint64_t cold_wait_ns_p99;
+    uint64_t cold_prefetched, cold_prefetch_hits, cold_prefetch_wasted; /* pages */
+    uint64_t cold_read_bytes, cold_written_bytes;
+    uint64_t cold_evictions;
+    uint64_t cold_max_moves;      /* of one page */
+    uint64_t cold_errors;         /* reads and writes that failed, pages that came back wrong */
+    uint64_t mover_cpu_ns;        /* of the thread that moves pages */
 } hsr_engine_stats;
 
 /** Fill *stats; struct_size must be set by the caller.
@@ -526,6 +560,42 @@ HSR_API hsr_status hsr_session_capture(hsr_session *session, const hsr_capture *
  *  @param n  in: ids that fit in out; out: ids from `first` on, which may be more than fitted
  *  @since 0.1  @threads session  @blocks for at most one step  @alloc no */
 HSR_API hsr_status hsr_session_tokens(hsr_session *session, uint64_t first, int32_t *out, uint64_t *n, hsr_error *err);
+
+/* ---- saved sessions ------------------------------------------------------------------------------------------- */
+
+/** Write a session to a file, from which hsr_session_restore goes on without computing anything again. The file holds the user's
+ *  text, as token ids and as keys and values: whoever can read it can read the conversation. It is made with mode 0600, under
+ *  another name in the same folder, and takes its place when it is whole and on disk; whatever goes wrong, a file that was there
+ *  before is untouched. Other sessions go on in the meantime. docs/save-file.md describes it.
+ *  @param progress  NULL, or called in between, on this thread and without locks, with bytes done and bytes to do; nonzero ends the
+ *                   call with HSR_E_CANCELLED
+ *  @return HSR_OK; HSR_E_STATE (a request is running, appended tokens are not computed yet, or the session failed), HSR_E_IO (also a
+ *          full disk), HSR_E_INVALID (the path is a folder or a device), HSR_E_CANCELLED, HSR_E_NOMEM, HSR_E_BUSY
+ *  @since 0.1  @threads session  @blocks on the file, and between steps  @alloc yes */
+HSR_API hsr_status hsr_session_save(hsr_session *session, const char *path, int32_t (*progress)(void *user, uint64_t done, uint64_t total), void *user, hsr_error *err);
+
+/* What may be chosen anew; everything else is as the session was created. */
+typedef struct hsr_restore_opts {
+    uint32_t struct_size;
+    int32_t  kv_format;      /* HSR_KV_*: refuse a session of another format; AUTO: take what it has */
+    int64_t  context;        /* ceiling in tokens; 0: as saved. Models whose rotary table depends on it refuse some changes */
+    int32_t  beyond_trained; /* as in hsr_session_opts, for a context given here */
+    int32_t  profile;        /* of this engine: profiles are not saved; 0: dense */
+    void    *user;           /* returned in events */
+} hsr_restore_opts;
+
+/** Fill *opts with the defaults; pass sizeof *opts.
+ *  @since 0.1  @threads any  @blocks no  @alloc no */
+HSR_API void hsr_restore_opts_init(hsr_restore_opts *opts, uint32_t struct_size);
+
+/** Create a session from a file of hsr_session_save. Its next token is the one that the saved session would have had, on the same
+ *  machine to the bit. Everything is checked; the message of a refusal names what differs or what is damaged. The file is not needed
+ *  afterwards.
+ *  @param opts  NULL: defaults
+ *  @return HSR_OK; HSR_E_IO, HSR_E_FORMAT (damaged, cut short, or saved with another model or calibration), HSR_E_VERSION,
+ *          HSR_E_CONTEXT, HSR_E_NOSPACE (the memory budgets or max_sessions), HSR_E_UNSUPPORTED, HSR_E_INVALID, HSR_E_NOMEM
+ *  @since 0.1  @threads any  @blocks on the file, and between steps  @alloc yes */
+HSR_API hsr_status hsr_session_restore(hsr_engine *engine, const char *path, const hsr_restore_opts *opts, hsr_session **session, hsr_error *err);
 
 #ifdef __cplusplus
 }

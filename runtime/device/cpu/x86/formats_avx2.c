@@ -12,6 +12,8 @@
 #define TILE_UNITS 1u
 #define TILE_STRIPS 4u
 
+#define INLINE static inline __attribute__((always_inline))
+
 typedef __m256  vec;
 typedef __m256i ivec;
 
@@ -73,46 +75,49 @@ static inline vec vec_scale_bytes(const uint8_t *p)
     return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(v, HSRI_SCALE_SHIFT), _mm256_set1_epi32((int)HSRI_SCALE_BIAS)));
 }
 
-/* Codes of tokens 8 i to 8 i + 7 of a plane of 4 bits, 0 .. 15 */
-static inline vec plane4(const uint8_t *p, uint32_t i)
+INLINE ivec to_bit_0(ivec v, uint32_t shift)
 {
-    const __m256i shifts = _mm256_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12);
-    int64_t bits;
-    memcpy(&bits, p, sizeof bits);
-    __m256i v = _mm256_srlv_epi32(_mm256_set1_epi64x(bits), _mm256_add_epi32(shifts, _mm256_set1_epi32((int)i * 16)));
-    return _mm256_cvtepi32_ps(_mm256_and_si256(v, _mm256_set1_epi32(15)));
+    switch (shift) {
+    case 2:  return _mm256_srli_epi32(v, 2);
+    case 4:  return _mm256_srli_epi32(v, 4);
+    case 6:  return _mm256_srli_epi32(v, 6);
+    case 8:  return _mm256_srli_epi32(v, 8);
+    case 10: return _mm256_srli_epi32(v, 10);
+    case 12: return _mm256_srli_epi32(v, 12);
+    case 14: return _mm256_srli_epi32(v, 14);
+    case 16: return _mm256_srli_epi32(v, 16);
+    case 20: return _mm256_srli_epi32(v, 20);
+    case 24: return _mm256_srli_epi32(v, 24);
+    case 28: return _mm256_srli_epi32(v, 28);
+    default: return v;
+    }
 }
 
-/* About 0 */
-static inline vec vec_plane4(const uint8_t *p, uint32_t i) { return _mm256_sub_ps(plane4(p, i), _mm256_set1_ps(7.5f)); }
-/* The same as the high bits of 6 */
-static inline vec vec_plane4_high(const uint8_t *p, uint32_t i) { return _mm256_fmadd_ps(plane4(p, i), _mm256_set1_ps(4), _mm256_set1_ps(-30)); }
-
-static inline vec vec_plane2(const uint8_t *p, uint32_t i)
+/* Nibble number i of each dword, 0 .. 15 */
+INLINE vec vec_nibble(ivec v, uint32_t i)
 {
-    const __m256i shifts = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
-    /* indices of a permutation have three bits: the table has every number twice */
+    return _mm256_cvtepi32_ps(_mm256_and_si256(to_bit_0(v, hsri_nibble_shift(i)), _mm256_set1_epi32(15)));
+}
+
+INLINE vec vec_nibble_about_0(ivec v, uint32_t i) { return _mm256_sub_ps(vec_nibble(v, i), _mm256_set1_ps(7.5f)); }
+
+/* Indices of a permutation have three bits: the table has every number twice. */
+INLINE vec pair_numbers(ivec v)
+{
     const __m256 numbers = _mm256_setr_ps(-1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f);
-    int32_t bits;
-    memcpy(&bits, p, sizeof bits);
-    __m256i v = _mm256_srlv_epi32(_mm256_set1_epi32(bits), _mm256_add_epi32(shifts, _mm256_set1_epi32((int)i * 16)));
     return _mm256_permutevar8x32_ps(numbers, v);
 }
 
-/* Nibble t of each dword, 0 .. 15 */
-static inline vec vec_nibble(ivec v, uint32_t t)
+/* Pair of bits number i of each dword */
+INLINE vec vec_pair_about_0(ivec v, uint32_t i) { return pair_numbers(to_bit_0(v, 2 * i)); }
+
+/* The pairs of bits of tokens 8 i to 8 i + 7 */
+INLINE vec vec_low_plane(const uint8_t *p, uint32_t i)
 {
-    switch (t) {
-    case 1: v = _mm256_srli_epi32(v, 4); break;
-    case 2: v = _mm256_srli_epi32(v, 8); break;
-    case 3: v = _mm256_srli_epi32(v, 12); break;
-    case 4: v = _mm256_srli_epi32(v, 16); break;
-    case 5: v = _mm256_srli_epi32(v, 20); break;
-    case 6: v = _mm256_srli_epi32(v, 24); break;
-    case 7: return _mm256_cvtepi32_ps(_mm256_srli_epi32(v, 28));
-    default: break;
-    }
-    return _mm256_cvtepi32_ps(_mm256_and_si256(v, _mm256_set1_epi32(15)));
+    const __m256i shifts = _mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14);
+    uint16_t bits;
+    memcpy(&bits, p + 2 * i, sizeof bits);
+    return pair_numbers(_mm256_srlv_epi32(_mm256_set1_epi32(bits), shifts));
 }
 
 /* Two registers of sums in, one number out: halves are added to halves, in a fixed order. */

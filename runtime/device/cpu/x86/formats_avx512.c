@@ -12,6 +12,8 @@
 #define TILE_UNITS 2u
 #define TILE_STRIPS 4u
 
+#define INLINE static inline __attribute__((always_inline))
+
 typedef __m512  vec;
 typedef __m512i ivec;
 
@@ -55,53 +57,53 @@ static inline vec vec_scale_bytes(const uint8_t *p)
 
 /* A permutation looks at the low four bits of an index only, so it masks a code and makes it a number in one step. Its table repeats
  * where codes are shorter. */
-static inline vec plane4(const uint8_t *p, __m512 numbers)
+INLINE ivec to_bit_0(ivec v, uint32_t shift)
 {
-    const __m512i shifts = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 16, 16, 20, 20, 24, 24, 28, 28);
-    int64_t bits;
-    memcpy(&bits, p, sizeof bits);
-    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi64(bits), shifts), numbers);
+    switch (shift) {
+    case 2:  return _mm512_srli_epi32(v, 2);
+    case 4:  return _mm512_srli_epi32(v, 4);
+    case 6:  return _mm512_srli_epi32(v, 6);
+    case 8:  return _mm512_srli_epi32(v, 8);
+    case 10: return _mm512_srli_epi32(v, 10);
+    case 12: return _mm512_srli_epi32(v, 12);
+    case 14: return _mm512_srli_epi32(v, 14);
+    case 16: return _mm512_srli_epi32(v, 16);
+    case 20: return _mm512_srli_epi32(v, 20);
+    case 24: return _mm512_srli_epi32(v, 24);
+    case 28: return _mm512_srli_epi32(v, 28);
+    default: return v;
+    }
 }
 
-/* 16 tokens of a plane of 4 bits, about 0 */
-static inline vec vec_plane4(const uint8_t *p, uint32_t i)
+/* Nibble number i of each dword, 0 .. 15 */
+INLINE vec vec_nibble(ivec v, uint32_t i)
 {
-    (void)i;
-    return plane4(p, _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -0.5f, 0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f));
+    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return _mm512_permutexvar_ps(to_bit_0(v, hsri_nibble_shift(i)), numbers);
 }
 
-/* The same as the high bits of 6 */
-static inline vec vec_plane4_high(const uint8_t *p, uint32_t i)
+INLINE vec vec_nibble_about_0(ivec v, uint32_t i)
 {
-    (void)i;
-    return plane4(p, _mm512_setr_ps(-30, -26, -22, -18, -14, -10, -6, -2, 2, 6, 10, 14, 18, 22, 26, 30));
+    const __m512 numbers = _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -0.5f, 0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f);
+    return _mm512_permutexvar_ps(to_bit_0(v, hsri_nibble_shift(i)), numbers);
 }
 
-static inline vec vec_plane2(const uint8_t *p, uint32_t i)
+INLINE __m512 numbers_of_pairs(void)
 {
-    const __m512 numbers = _mm512_setr_ps(-1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f);
+    return _mm512_setr_ps(-1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f, -1.5f, -0.5f, 0.5f, 1.5f);
+}
+
+/* Pair of bits number i of each dword */
+INLINE vec vec_pair_about_0(ivec v, uint32_t i) { return _mm512_permutexvar_ps(to_bit_0(v, 2 * i), numbers_of_pairs()); }
+
+/* The pairs of bits of 16 tokens */
+INLINE vec vec_low_plane(const uint8_t *p, uint32_t i)
+{
     const __m512i shifts = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     int32_t bits;
     (void)i;
     memcpy(&bits, p, sizeof bits);
-    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi32(bits), shifts), numbers);
-}
-
-/* Nibble t of each dword, 0 .. 15 */
-static inline vec vec_nibble(ivec v, uint32_t t)
-{
-    const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    switch (t) {
-    case 1: v = _mm512_srli_epi32(v, 4); break;
-    case 2: v = _mm512_srli_epi32(v, 8); break;
-    case 3: v = _mm512_srli_epi32(v, 12); break;
-    case 4: v = _mm512_srli_epi32(v, 16); break;
-    case 5: v = _mm512_srli_epi32(v, 20); break;
-    case 6: v = _mm512_srli_epi32(v, 24); break;
-    case 7: v = _mm512_srli_epi32(v, 28); break;
-    default: break;
-    }
-    return _mm512_permutexvar_ps(v, numbers);
+    return _mm512_permutexvar_ps(_mm512_srlv_epi32(_mm512_set1_epi32(bits), shifts), numbers_of_pairs());
 }
 
 /* Two registers of sums in, one number out: halves are added to halves, in a fixed order. */

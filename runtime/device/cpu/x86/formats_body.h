@@ -12,7 +12,6 @@
 #include "device/cpu/kernels.h"
 #include "device/formats.h"
 
-#define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
 #define UNIT HSRI_UNIT_TOKENS
@@ -118,25 +117,24 @@ INLINE void unpack_keys(hsri_kv_type format, const uint8_t *slot, uint32_t d, ui
         }
         return;
     }
-    const uint8_t *planes = hsri_key_unit(slot, d, unit);
+    const uint8_t *nibbles = hsri_key_nibbles(slot, d, unit), *pairs = hsri_key_pairs(slot, d, unit), *lows = hsri_key_lows(slot, d, unit);
     const uint32_t n6 = hsri_n6(d), half = d / 2;
+    for (uint32_t j = 0; j < half; j += 8) {
+        UNROLL
+        for (uint32_t i = 0; i < UNIT_VECS; i++) {
+            ivec four = ivec_load(nibbles + j * 8 + i * WIDTH * 4), two = ivec_load_u16(pairs + j * 4 + i * WIDTH * 2);
+            UNROLL
+            for (uint32_t c = 0; c < 8; c++) {
+                vec_store(out + (j + c) * UNIT + i * WIDTH, vec_nibble_about_0(four, c));
+                vec_store(out + (half + j + c) * UNIT + i * WIDTH, vec_pair_about_0(two, c));
+            }
+        }
+    }
     for (uint32_t j = 0; j < n6; j++) {
         UNROLL
         for (uint32_t i = 0; i < UNIT_VECS; i++) {
-            vec low = vec_plane2(hsri_plane2_low(planes, d, j), i);
-            vec_store(out + j * UNIT + i * WIDTH, vec_add(vec_plane4_high(hsri_plane4(planes, j), i), low));
-        }
-    }
-    for (uint32_t j = n6; j < half; j++) {
-        UNROLL
-        for (uint32_t i = 0; i < UNIT_VECS; i++) {
-            vec_store(out + j * UNIT + i * WIDTH, vec_plane4(hsri_plane4(planes, j), i));
-        }
-    }
-    for (uint32_t j = half; j < d; j++) {
-        UNROLL
-        for (uint32_t i = 0; i < UNIT_VECS; i++) {
-            vec_store(out + j * UNIT + i * WIDTH, vec_plane2(hsri_plane2(planes, d, j), i));
+            float *at = out + j * UNIT + i * WIDTH;
+            vec_store(at, vec_fma(vec_load(at), vec_set(4.0f), vec_low_plane(lows + 4 * j, i)));
         }
     }
 }
@@ -272,7 +270,7 @@ INLINE void unpack_vtq_values(const uint8_t *slot, uint32_t d, uint32_t unit, fl
         /* a code is (high << n_low | low) * step + first */
         float step = h.wide == 0 ? 0.5f : n_low ? 0.25f : h.narrow, first = h.wide == 0 ? -7.75f : n_low ? -7.875f : -7.5f * h.narrow;
         for (uint32_t j = 0; j < d; j += WIDTH) {
-            ivec high = ivec_and(ivec_srl(ivec_load(codes + (t / 8 * d + j) * 4), 4 * (t % 8)), 15);
+            ivec high = ivec_and(ivec_srl(ivec_load(codes + (t / 8 * d + j) * 4), hsri_nibble_shift(t % 8)), 15);
             ivec low = ivec_and(ivec_srl(ivec_load_u16(words + j * 2), low_shift), (1u << n_low) - 1);
             vec code = vec_from_int(ivec_or(ivec_sll(high, n_low), low));
             vec_store(out + t * d + j, vec_fma(code, vec_set(step), vec_set(first)));

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* AMX: packed weights and bf16 pages, multiplied in tiles. Inputs (and queries, and softmax weights) are rounded to bf16.
+/* AMX: packed weights and bf16 pages, multiplied in tiles. Inputs (and queries, softmax weights, q8 and q4 weights) are rounded to bf16.
  *
  * A tile register holds 16 rows of 64 bytes. One instruction, TDPBF16PS, multiplies a tile of inputs [rows][32 k] with a tile of
  * weights [16 k/2][16 n][2 k], which is a run of a panel, and adds the product to a tile of sums [rows][16 n]: an even and an
@@ -60,19 +60,7 @@ static inline __mmask16 lanes(uint32_t n) { return n >= 16 ? (__mmask16)0xffff :
 
 /* ---- inputs of linear ---- */
 
-/* Sum of the 32 inputs of a run as a tree of halves. */
-static inline float run_input_sum(__m512 low, __m512 high)
-{
-    __m512 v = _mm512_add_ps(low, high);
-    __m256 h = _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1));
-    __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
-    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
-    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
-}
-
-static inline __m512 from_bf16(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
-
-/* A prepared row: n_runs lines of 32 bf16 inputs, zeros behind the last; then the sum of each run's inputs, for q4. */
+/* A prepared row: n_runs lines of 32 bf16 inputs, zeros behind the last. */
 static void prepare(const float *x, uint64_t x_stride, uint32_t n_rows, uint32_t k, float *prepared)
 {
     uint32_t n_runs = (uint32_t)hsri_div_up(k, HSRI_RUN);
@@ -82,12 +70,99 @@ static void prepare(const float *x, uint64_t x_stride, uint32_t n_rows, uint32_t
             uint32_t n = k - run * HSRI_RUN;
             __m512 low = _mm512_maskz_loadu_ps(lanes(n), x + run * HSRI_RUN);
             __m512 high = _mm512_maskz_loadu_ps(n > 16 ? lanes(n - 16) : 0, x + run * HSRI_RUN + (n > 16 ? 16 : 0));
-            __m256i bf16_low = (__m256i)_mm512_cvtneps_pbh(low), bf16_high = (__m256i)_mm512_cvtneps_pbh(high);
             float *line = prepared + run * (HSRI_RUN / 2);
-            _mm256_storeu_si256((__m256i *)line, bf16_low);
-            _mm256_storeu_si256((__m256i *)(line + 8), bf16_high);
-            prepared[(size_t)n_runs * (HSRI_RUN / 2) + run] = run_input_sum(from_bf16(bf16_low), from_bf16(bf16_high));
+            _mm256_storeu_si256((__m256i *)line, (__m256i)_mm512_cvtneps_pbh(low));
+            _mm256_storeu_si256((__m256i *)(line + 8), (__m256i)_mm512_cvtneps_pbh(high));
         }
+    }
+}
+
+/* ---- unpacking q8 and q4 into runs of bf16 ---- */
+
+/* How far ahead codes are fetched: the hardware alone does not keep up with one reader. */
+#define FETCH_AHEAD 4096u
+
+INLINE void fetch(const uint8_t *at, uint32_t bytes)
+{
+    for (uint32_t b = 0; b < bytes; b += 64) {
+        _mm_prefetch((const char *)((uintptr_t)at + FETCH_AHEAD + b), _MM_HINT_T0);
+    }
+}
+
+INLINE __m512 load_f16(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+
+/* Weights of an even and an odd input, as dwords of two bf16: to nearest, ties away from zero, which costs one addition. */
+INLINE __m512i pair_bf16(__m512 even, __m512 odd)
+{
+    const __m512i half = _mm512_set1_epi32(0x8000), top_to_low = _mm512_set4_epi32(0x00000f0e, 0x00000b0a, 0x00000706, 0x00000302);
+    __m512i e = _mm512_add_epi32((__m512i)even, half), o = _mm512_add_epi32((__m512i)odd, half);
+    return _mm512_mask_shuffle_epi8(o, 0x3333333333333333u, e, top_to_low);
+}
+
+/* A byte in the mantissa of 128 makes a number without a conversion: of each dword of v, byte j on `at` of 128's bytes. */
+INLINE __m512 byte_in_128(__m512i v, uint32_t j, uint32_t at)
+{
+    const __m512i of_128 = _mm512_set1_epi32(0x43000000);
+    const int index = (int)(0x01010101u * j);
+    const __m512i bytes = _mm512_add_epi8(_mm512_set4_epi32(0x0c0c0c0c, 0x08080808, 0x04040404, 0), _mm512_set1_epi32(index));
+    return (__m512)_mm512_mask_shuffle_epi8(of_128, 0x1111111111111111u << at, v, bytes);
+}
+
+/* weight = scale * code. 128 + (code + 128) / 256, times 256 scale, less 32896 scale: nothing of it is rounded. */
+INLINE void unpack_run_q8(const uint8_t *codes, const uint8_t *scales, uint8_t *out)
+{
+    const __m512i sign = _mm512_set1_epi8((char)0x80);
+    __m512 scale = load_f16(scales), factor = _mm512_mul_ps(scale, _mm512_set1_ps(256.0f));
+    __m512 offset = _mm512_mul_ps(scale, _mm512_set1_ps(32896.0f));
+    UNROLL
+    for (uint32_t line = 0; line < 8; line++, codes += 64, out += 128) {
+        __m512i v = _mm512_xor_si512(_mm512_loadu_si512(codes), sign);
+        __m512 w[4];
+        UNROLL
+        for (uint32_t j = 0; j < 4; j++) {
+            w[j] = _mm512_fmsub_ps(byte_in_128(v, j, 1), factor, offset);
+        }
+        _mm512_store_si512(out, pair_bf16(w[0], w[1]));
+        _mm512_store_si512(out + 64, pair_bf16(w[2], w[3]));
+    }
+}
+
+/* weight = fma(scale, 16 + code, minimum - 16 scale): a code in the top of its mantissa makes 128 + 8 code. */
+INLINE void unpack_run_q4(const uint8_t *codes, const uint8_t *scales, uint8_t *out)
+{
+    const __m512i code = _mm512_set1_epi8(0x78);
+    __m512 scale = load_f16(scales), minimum = load_f16(scales + HSRI_PANEL * 2);
+    __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(0.125f)), offset = _mm512_fnmadd_ps(scale, _mm512_set1_ps(16.0f), minimum);
+    UNROLL
+    for (uint32_t line = 0; line < 4; line++, codes += 64, out += 256) {
+        __m512i v = _mm512_loadu_si512(codes);
+        /* byte j holds input j in its low and input 4 + j in its high half */
+        __m512i half[2] = { _mm512_and_si512(_mm512_slli_epi32(v, 3), code), _mm512_and_si512(_mm512_srli_epi32(v, 1), code) };
+        __m512 w[8];
+        UNROLL
+        for (uint32_t j = 0; j < 8; j++) {
+            w[j] = _mm512_fmadd_ps(byte_in_128(half[j / 4], j % 4, 2), factor, offset);
+        }
+        UNROLL
+        for (uint32_t j = 0; j < 4; j++) {
+            _mm512_store_si512(out + j * 64, pair_bf16(w[2 * j], w[2 * j + 1]));
+        }
+    }
+}
+
+INLINE uint32_t run_bytes(hsri_dtype dtype) { return dtype == HSRI_DTYPE_BF16 ? TILE_BYTES : dtype == HSRI_DTYPE_Q8 ? 512 : 256; }
+/* Bytes of scales (and minimums) of one run of a panel. */
+INLINE uint32_t scale_bytes(hsri_dtype dtype) { return dtype == HSRI_DTYPE_Q8 ? HSRI_PANEL * 2 : HSRI_PANEL * 4; }
+
+/* Run number `run` of a matrix, counted through the panels. */
+INLINE void unpack_run(hsri_dtype dtype, const hsri_packed *w, uint64_t run, uint8_t *out)
+{
+    const uint8_t *codes = w->codes + run * run_bytes(dtype), *scales = w->tail + run * scale_bytes(dtype);
+    fetch(codes, run_bytes(dtype));
+    if (dtype == HSRI_DTYPE_Q8) {
+        unpack_run_q8(codes, scales, out);
+    } else {
+        unpack_run_q4(codes, scales, out);
     }
 }
 
@@ -110,61 +185,119 @@ static uint32_t tile_row0(const linear_job *job, uint32_t tile)
     return (uint32_t)hsri_min((uint64_t)tile * job->tile_rows, job->n_rows - job->tile_rows);
 }
 
-/* The largest power of two that fits. */
-static uint32_t rows_of_tile(uint32_t n_rows)
+/* Runs [run0, run0 + n_runs) of one or two panels, as bf16. */
+typedef struct block {
+    const uint8_t *weights;
+    size_t panel_bytes;      /* from one panel to the other */
+    uint32_t panel, run0, n_runs;
+    bool first, last;        /* of the blocks of these panels: sums begin, and are complete */
+    bool once;               /* read from memory and not again */
+} block;
+
+/* Sums of a tile of rows and a panel in `out`, or in memory of their own where not all of them may be written: columns that do not
+ * exist, rows that belong to the tile before (what that has stored is no longer the sum of earlier blocks), a bias to be added. */
+typedef struct sums_place {
+    float *out;
+    uint32_t first_row;
+    __mmask16 columns;
+    bool direct;
+} sums_place;
+
+static sums_place sums_at(const linear_job *job, const block *b, uint32_t tile, uint32_t panel)
 {
-    return n_rows >= TILE_ROWS ? TILE_ROWS : 1u << (31 - (uint32_t)__builtin_clz(n_rows));
+    uint32_t n = (b->panel + panel) * HSRI_PANEL, row0 = tile_row0(job, tile);
+    sums_place s = { job->out + row0 * job->out_stride + n, tile * job->tile_rows - row0, lanes(job->w->n - n), false };
+    s.direct = s.first_row == 0 && s.columns == 0xffff && (job->bias == NULL || !b->last);
+    return s;
 }
 
-/* ---- linear, bf16 weights ---- */
-
-/* How far ahead weights are fetched when they are used once. */
-#define FETCH_AHEAD 4096u
-
-INLINE void fetch(const uint8_t *at, uint32_t bytes)
+static void load_sums(const linear_job *job, const sums_place *s, float *sums)
 {
-    for (uint32_t b = 0; b < bytes; b += 64) {
-        _mm_prefetch((const char *)((uintptr_t)at + FETCH_AHEAD + b), _MM_HINT_T0);
-    }
-}
-
-static void store_sums(const linear_job *job, uint32_t tile, uint32_t panel, const float *sums)
-{
-    uint32_t n = panel * HSRI_PANEL;
-    __mmask16 columns = lanes(job->w->n - n);
-    __m512 bias = job->bias != NULL ? _mm512_maskz_loadu_ps(columns, job->bias + n) : _mm512_setzero_ps();
-    float *out = job->out + tile_row0(job, tile) * job->out_stride + n;
     for (uint32_t r = 0; r < job->tile_rows; r++) {
-        __m512 v = _mm512_load_ps(sums + r * HSRI_PANEL);
-        _mm512_mask_storeu_ps(out + r * job->out_stride, columns, job->bias != NULL ? _mm512_add_ps(v, bias) : v);
+        _mm512_store_ps(sums + r * HSRI_PANEL, _mm512_maskz_loadu_ps(s->columns, s->out + r * job->out_stride));
     }
 }
 
-/* n_tiles x n_panels tiles of sums, 1 or 2 each. */
-INLINE void multiply_bf16(const linear_job *job, uint32_t tile, uint32_t n_tiles, uint32_t panel, uint32_t n_panels, bool once)
+static void store_sums(const linear_job *job, const sums_place *s, const float *sums, const float *bias)
+{
+    __m512 b = bias != NULL ? _mm512_maskz_loadu_ps(s->columns, bias) : _mm512_setzero_ps();
+    for (uint32_t r = s->first_row; r < job->tile_rows; r++) {
+        __m512 v = _mm512_load_ps(sums + r * HSRI_PANEL);
+        _mm512_mask_storeu_ps(s->out + r * job->out_stride, s->columns, bias != NULL ? _mm512_add_ps(v, b) : v);
+    }
+}
+
+/* The sums will be written by rows far apart: ask for their lines now. */
+INLINE void fetch_sums(const linear_job *job, const block *b, uint32_t tile, uint32_t n_panels)
+{
+    const float *out = job->out + tile_row0(job, tile) * job->out_stride + b->panel * HSRI_PANEL;
+    for (uint32_t r = 0; r < job->tile_rows; r++, out += job->out_stride) {
+        __builtin_prefetch(out, 1, 3);
+        if (n_panels == 2) {
+            __builtin_prefetch(out + HSRI_PANEL, 1, 3);
+        }
+    }
+}
+
+#define BEGIN_SUMS(t, tile, of_panel) \
+    do { \
+        if (b->first) { \
+            TILE_ZERO(t); \
+        } else { \
+            sums_place s_ = sums_at(job, b, tile, of_panel); \
+            if (s_.columns == 0xffff) { \
+                TILE_LOAD(t, s_.out, job->out_stride * sizeof(float)); \
+            } else { \
+                load_sums(job, &s_, sums); \
+                TILE_LOAD(t, sums, 64); \
+            } \
+        } \
+    } while (0)
+
+#define END_SUMS(t, tile, of_panel) \
+    do { \
+        sums_place s_ = sums_at(job, b, tile, of_panel); \
+        if (s_.direct) { \
+            TILE_STORE(t, s_.out, job->out_stride * sizeof(float)); \
+        } else { \
+            TILE_STORE(t, sums, 64); \
+            store_sums(job, &s_, sums, job->bias != NULL && b->last ? job->bias + (b->panel + (of_panel)) * HSRI_PANEL : NULL); \
+        } \
+    } while (0)
+
+/* n_tiles x n_panels tiles of sums, 1 or 2 each: every tile that is loaded is used up to twice. */
+INLINE void multiply_tiles(const linear_job *job, uint32_t tile, uint32_t n_tiles, uint32_t n_panels, const block *b)
 {
     _Alignas(64) float sums[TILE_ROWS * HSRI_PANEL];
-    uint32_t n_runs = job->w->n_runs;
-    size_t stride = job->x_stride * sizeof(float), panel_bytes = (size_t)n_runs * TILE_BYTES;
-    const uint8_t *codes = job->w->codes + panel * panel_bytes;
-    const float *x0 = job->x + tile_row0(job, tile) * job->x_stride;
-    const float *x1 = job->x + tile_row0(job, tile + n_tiles - 1) * job->x_stride;
-    TILE_ZERO(0);
-    TILE_ZERO(1);
-    TILE_ZERO(2);
-    TILE_ZERO(3);
-    for (uint32_t run = 0; run < n_runs; run++) {
-        if (once) {
-            fetch(codes, TILE_BYTES);
+    size_t stride = job->x_stride * sizeof(float);
+    const uint8_t *weights = b->weights;
+    const float *x0 = job->x + tile_row0(job, tile) * job->x_stride + b->run0 * (HSRI_RUN / 2);
+    const float *x1 = job->x + tile_row0(job, tile + n_tiles - 1) * job->x_stride + b->run0 * (HSRI_RUN / 2);
+    for (uint32_t i = 0; i < n_tiles; i++) {
+        fetch_sums(job, b, tile + i, n_panels);
+    }
+    BEGIN_SUMS(0, tile, 0);
+    if (n_panels == 2) {
+        BEGIN_SUMS(1, tile, 1);
+    }
+    if (n_tiles == 2) {
+        BEGIN_SUMS(2, tile + 1, 0);
+        if (n_panels == 2) {
+            BEGIN_SUMS(3, tile + 1, 1);
         }
-        TILE_LOAD(6, codes, 64);
+    }
+    for (uint32_t run = 0; run < b->n_runs; run++) {
+        if (b->once) {
+            fetch(weights, TILE_BYTES);
+        }
+        TILE_LOAD(6, weights, 64);
         TILE_LOAD(4, x0, stride);
         TILE_MULTIPLY(0, 4, 6);
         if (n_panels == 2) {
-            if (once) {
-                fetch(codes + panel_bytes, TILE_BYTES);
+            if (b->once) {
+                fetch(weights + b->panel_bytes, TILE_BYTES);
             }
-            TILE_LOAD(7, codes + panel_bytes, 64);
+            TILE_LOAD(7, weights + b->panel_bytes, 64);
             TILE_MULTIPLY(1, 4, 7);
         }
         if (n_tiles == 2) {
@@ -174,204 +307,101 @@ INLINE void multiply_bf16(const linear_job *job, uint32_t tile, uint32_t n_tiles
                 TILE_MULTIPLY(3, 5, 7);
             }
         }
-        codes += TILE_BYTES;
+        weights += TILE_BYTES;
         x0 += HSRI_RUN / 2;
         x1 += HSRI_RUN / 2;
     }
-    TILE_STORE(0, sums, 64);
-    store_sums(job, tile, panel, sums);
+    END_SUMS(0, tile, 0);
     if (n_panels == 2) {
-        TILE_STORE(1, sums, 64);
-        store_sums(job, tile, panel + 1, sums);
+        END_SUMS(1, tile, 1);
     }
     if (n_tiles == 2) {
-        TILE_STORE(2, sums, 64);
-        store_sums(job, tile + 1, panel, sums);
+        END_SUMS(2, tile + 1, 0);
         if (n_panels == 2) {
-            TILE_STORE(3, sums, 64);
-            store_sums(job, tile + 1, panel + 1, sums);
+            END_SUMS(3, tile + 1, 1);
         }
     }
 }
 
-static void linear_bf16_panels(const linear_job *job, uint32_t panel, uint32_t n_panels)
+/* All rows with a block. */
+static void multiply_block(const linear_job *job, uint32_t n_panels, const block *b)
 {
     for (uint32_t tile = 0; tile < job->n_tiles; tile += 2) {
-        bool pair = tile + 1 < job->n_tiles, once = job->n_tiles <= 2;
+        bool pair = tile + 1 < job->n_tiles;
         if (pair && n_panels == 2) {
-            multiply_bf16(job, tile, 2, panel, 2, once);
+            multiply_tiles(job, tile, 2, 2, b);
         } else if (pair) {
-            multiply_bf16(job, tile, 2, panel, 1, once);
+            multiply_tiles(job, tile, 2, 1, b);
         } else if (n_panels == 2) {
-            multiply_bf16(job, tile, 1, panel, 2, once);
+            multiply_tiles(job, tile, 1, 2, b);
         } else {
-            multiply_bf16(job, tile, 1, panel, 1, once);
+            multiply_tiles(job, tile, 1, 1, b);
         }
     }
 }
 
-/* ---- linear, q8 and q4: codes become bf16 in memory; the sums of each run leave their tile to be scaled ---- */
+/* Runs of two panels that are unpacked at a time and stay close while all rows use them. Fewer would fit the first-level cache, but
+ * make sums leave their tiles more often. */
+#define BLOCK_RUNS 28u
+/* Few rows: runs are unpacked this many steps before they are multiplied. */
+#define UNPACK_AHEAD 3u
+#define RING 4u
 
-/* Runs whose unpacked codes stay in the first-level cache while all rows use them. For few rows the codes are what is waited for:
- * short chunks keep memory busy while the tiles work. */
-#define CHUNK_RUNS 32u
-#define CHUNK_RUNS_FEW 4u
-
-/* The codes of q8 times 2^24: a byte at the top of a dword is converted as it is. Scales are divided by the same power, so that
- * results are those of the codes themselves, as long as inputs are below 2^90. */
-INLINE void unpack_run_q8(const uint8_t *codes, uint8_t *out)
+/* Size of the next part when `left` things are taken in parts of at most `most`: as even as possible. */
+static uint32_t next_part(uint32_t left, uint32_t most)
 {
-    const __m512i byte1 = _mm512_set4_epi32(0x0dffffff, 0x09ffffff, 0x05ffffff, 0x01ffffff);
-    const __m512i byte2 = _mm512_set4_epi32(0x0effffff, 0x0affffff, 0x06ffffff, 0x02ffffff);
-    UNROLL
-    for (uint32_t line = 0; line < 8; line++, codes += 64, out += 128) {
-        __m512i v = _mm512_loadu_si512(codes);
-        __m512i c0 = (__m512i)_mm512_cvtepi32_ps(_mm512_slli_epi32(v, 24));
-        __m512i c1 = (__m512i)_mm512_cvtepi32_ps(_mm512_shuffle_epi8(v, byte1));
-        __m512i c2 = (__m512i)_mm512_cvtepi32_ps(_mm512_shuffle_epi8(v, byte2));
-        __m512i c3 = (__m512i)_mm512_cvtepi32_ps(_mm512_and_si512(v, _mm512_set1_epi32((int)0xff000000u)));
-        _mm512_store_si512(out, _mm512_or_si512(_mm512_srli_epi32(c0, 16), c1));
-        _mm512_store_si512(out + 64, _mm512_or_si512(_mm512_srli_epi32(c2, 16), c3));
-    }
+    return (uint32_t)hsri_div_up(left, hsri_div_up(left, most));
 }
 
-/* The codes of q4. The table has them twice: a look-up takes five bits, and the fifth is another nibble's. */
-INLINE void unpack_run_q4(const uint8_t *codes, uint8_t *out)
+/* Many rows: blocks are unpacked once for all of them. */
+INLINE void linear_many_rows(hsri_dtype dtype, const linear_job *job, uint32_t panel0, uint32_t panel1)
 {
-    static const _Alignas(64) uint16_t numbers[32] = {
-        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
-        0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
-    };
-    const __m512i table = _mm512_load_si512(numbers);
-    const __m512i bytes01 = _mm512_set4_epi32(0x0d0d0c0c, 0x09090808, 0x05050404, 0x01010000);
-    const __m512i bytes23 = _mm512_set4_epi32(0x0f0f0e0e, 0x0b0b0a0a, 0x07070606, 0x03030202);
-    UNROLL
-    for (uint32_t line = 0; line < 4; line++, codes += 64, out += 256) {
-        __m512i v = _mm512_loadu_si512(codes);
-        __m512i v01 = _mm512_shuffle_epi8(v, bytes01), v23 = _mm512_shuffle_epi8(v, bytes23);
-        _mm512_store_si512(out, _mm512_permutexvar_epi16(v01, table));
-        _mm512_store_si512(out + 64, _mm512_permutexvar_epi16(v23, table));
-        _mm512_store_si512(out + 128, _mm512_permutexvar_epi16(_mm512_srli_epi16(v01, 4), table));
-        _mm512_store_si512(out + 192, _mm512_permutexvar_epi16(_mm512_srli_epi16(v23, 4), table));
-    }
-}
-
-INLINE uint32_t run_bytes(hsri_dtype dtype) { return dtype == HSRI_DTYPE_Q8 ? 512 : 256; }
-/* Bytes of scales (and minimums) of one run of a panel. */
-INLINE uint32_t scale_bytes(hsri_dtype dtype) { return dtype == HSRI_DTYPE_Q8 ? HSRI_PANEL * 2 : HSRI_PANEL * 4; }
-
-/* Up to CHUNK_RUNS runs of a panel. */
-typedef struct chunk {
-    const uint8_t *weights;   /* unpacked, TILE_BYTES each */
-    const uint8_t *scales;    /* of the first run */
-    uint32_t run0, n_runs;
-} chunk;
-
-INLINE __m512 load_f16(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
-
-INLINE void add_run(hsri_dtype dtype, uint32_t rows, const float *sums, const uint8_t *scales, const float *input_sums, uint64_t x_stride,
-                    __m512 acc[TILE_ROWS])
-{
-    __m512 scale = load_f16(scales);
-    if (dtype == HSRI_DTYPE_Q8) {
-        scale = _mm512_mul_ps(scale, _mm512_set1_ps(0x1p-24f));
-    }
-    UNROLL
-    for (uint32_t r = 0; r < rows; r++) {
-        acc[r] = _mm512_fmadd_ps(scale, _mm512_load_ps(sums + r * HSRI_PANEL), acc[r]);
-    }
-    if (dtype == HSRI_DTYPE_Q4) {
-        __m512 minimum = load_f16(scales + HSRI_PANEL * 2);
-        UNROLL
-        for (uint32_t r = 0; r < rows; r++) {
-            acc[r] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(input_sums[r * x_stride]), acc[r]);
+    _Alignas(64) uint8_t unpacked[2 * BLOCK_RUNS * TILE_BYTES];
+    uint32_t n_runs = job->w->n_runs;
+    for (uint32_t panel = panel0; panel < panel1; panel += 2) {
+        uint32_t n_panels = (uint32_t)hsri_min(2, panel1 - panel);
+        for (uint32_t run0 = 0, n; run0 < n_runs; run0 += n) {
+            n = next_part(n_runs - run0, BLOCK_RUNS);
+            block b = { unpacked, n * TILE_BYTES, panel, run0, n, run0 == 0, run0 + n == n_runs, job->n_tiles <= 2 };
+            uint64_t at = (uint64_t)panel * n_runs + run0;
+            if (dtype == HSRI_DTYPE_BF16) {
+                b.weights = job->w->codes + at * TILE_BYTES;
+                b.panel_bytes = (size_t)n_runs * TILE_BYTES;
+            } else {
+                b.once = false;
+                for (uint32_t i = 0; i < n_panels * n; i++) {
+                    unpack_run(dtype, job->w, at + i / n * n_runs + i % n, unpacked + (size_t)i * TILE_BYTES);
+                }
+            }
+            multiply_block(job, n_panels, &b);
         }
     }
 }
 
-/* Run number `run` of the pipeline in multiply_chunk: sums of run - 4 leave tile t, which then starts on this run; sums of run - 5,
- * which have arrived in memory, are added up. A tile needs some 50 cycles from the multiplication to the store, and a tile in use
- * cannot be started anew, so four runs are under way at a time. */
-#define STEP(t, inputs, codes, run) \
-    if ((run) >= 4 && (run) - 4 < n_runs) { \
-        TILE_STORE(t, sums[t], 64); \
-    } \
-    if ((run) < n_runs) { \
-        TILE_ZERO(t); \
-        TILE_LOAD(inputs, x + (run) * (HSRI_RUN / 2), stride); \
-        TILE_LOAD(codes, c->weights + (run) * TILE_BYTES, 64); \
-        TILE_MULTIPLY(t, inputs, codes); \
-    } \
-    if ((run) >= 5 && (run) - 5 < n_runs) { \
-        add_run(dtype, rows, sums[(t + 3) % 4], c->scales + ((run) - 5) * scale_bytes(dtype), input_sums + (run) - 5, job->x_stride, acc); \
-    }
-
-/* One tile of rows and a chunk. */
-INLINE void multiply_chunk(uint32_t rows, hsri_dtype dtype, const linear_job *job, uint32_t tile, uint32_t panel, const chunk *c)
+/* One tile of rows: memory is read in one stream, through all panels, and unpacked for this one use. */
+INLINE void linear_few_rows(hsri_dtype dtype, const linear_job *job, uint32_t panel0, uint32_t panel1)
 {
-    _Alignas(64) float sums[4][TILE_ROWS * HSRI_PANEL];
-    uint32_t row0 = tile_row0(job, tile), done = tile * job->tile_rows - row0, n = panel * HSRI_PANEL, n_runs = c->n_runs;
-    size_t stride = job->x_stride * sizeof(float);
-    const float *row = job->x + row0 * job->x_stride, *x = row + c->run0 * (HSRI_RUN / 2);
-    const float *input_sums = row + (size_t)job->w->n_runs * (HSRI_RUN / 2) + c->run0;
-    float *out = job->out + row0 * job->out_stride + n;
-    __mmask16 columns = lanes(job->w->n - n);
-    __m512 acc[TILE_ROWS];
-    UNROLL
-    for (uint32_t r = 0; r < rows; r++) {
-        acc[r] = c->run0 == 0 ? _mm512_setzero_ps() : _mm512_maskz_loadu_ps(columns, out + r * job->out_stride);
+    _Alignas(64) uint8_t ring[RING][TILE_BYTES];
+    _Alignas(64) float sums[TILE_ROWS * HSRI_PANEL];
+    const uint32_t n_runs = job->w->n_runs;
+    const uint64_t end = (uint64_t)panel1 * n_runs;
+    const size_t stride = job->x_stride * sizeof(float);
+    uint64_t at = (uint64_t)panel0 * n_runs, ahead = at;
+    for (; ahead < end && ahead < at + UNPACK_AHEAD; ahead++) {
+        unpack_run(dtype, job->w, ahead, ring[ahead % RING]);
     }
-    for (uint32_t run = 0; run < n_runs + 5; run += 4) {
-        STEP(0, 4, 6, run)
-        STEP(1, 5, 7, run + 1)
-        STEP(2, 4, 6, run + 2)
-        STEP(3, 5, 7, run + 3)
-    }
-    bool add_bias = job->bias != NULL && c->run0 + n_runs == job->w->n_runs;
-    UNROLL
-    for (uint32_t r = 0; r < rows; r++) {
-        /* what the tile before has stored is no longer the sum of earlier chunks, and must not be taken for it */
-        if (r >= done) {
-            __m512 v = add_bias ? _mm512_add_ps(acc[r], _mm512_maskz_loadu_ps(columns, job->bias + n)) : acc[r];
-            _mm512_mask_storeu_ps(out + r * job->out_stride, columns, v);
+    for (uint32_t panel = panel0; panel < panel1; panel++) {
+        block of_panel = { .panel = panel, .last = true }, *b = &of_panel;
+        TILE_ZERO(0);
+        for (uint32_t run = 0; run < n_runs; run++, at++, ahead++) {
+            if (ahead < end) {
+                unpack_run(dtype, job->w, ahead, ring[ahead % RING]);
+            }
+            TILE_LOAD(6, ring[at % RING], 64);
+            TILE_LOAD(4, job->x + run * (HSRI_RUN / 2), stride);
+            TILE_MULTIPLY(0, 4, 6);
         }
-    }
-}
-
-INLINE void multiply_chunk_rows(hsri_dtype dtype, const linear_job *job, uint32_t tile, uint32_t panel, const chunk *c)
-{
-    switch (job->tile_rows) {
-    case 1:  multiply_chunk(1, dtype, job, tile, panel, c); break;
-    case 2:  multiply_chunk(2, dtype, job, tile, panel, c); break;
-    case 4:  multiply_chunk(4, dtype, job, tile, panel, c); break;
-    case 8:  multiply_chunk(8, dtype, job, tile, panel, c); break;
-    default: multiply_chunk(16, dtype, job, tile, panel, c); break;
-    }
-}
-
-INLINE void unpack(hsri_dtype dtype, const uint8_t *codes, uint32_t n_runs, uint8_t *out)
-{
-    for (uint32_t i = 0; i < n_runs; i++, codes += run_bytes(dtype), out += TILE_BYTES) {
-        fetch(codes, run_bytes(dtype));
-        if (dtype == HSRI_DTYPE_Q8) {
-            unpack_run_q8(codes, out);
-        } else {
-            unpack_run_q4(codes, out);
-        }
-    }
-}
-
-INLINE void linear_codes_panel(hsri_dtype dtype, const linear_job *job, uint32_t panel)
-{
-    _Alignas(64) uint8_t unpacked[CHUNK_RUNS * TILE_BYTES];
-    uint32_t n_runs = job->w->n_runs, chunk_runs = job->n_tiles == 1 ? CHUNK_RUNS_FEW : CHUNK_RUNS;
-    for (uint32_t run = 0; run < n_runs; run += chunk_runs) {
-        uint64_t at = (uint64_t)panel * n_runs + run;
-        chunk c = { unpacked, job->w->tail + at * scale_bytes(dtype), run, (uint32_t)hsri_min(chunk_runs, n_runs - run) };
-        unpack(dtype, job->w->codes + at * run_bytes(dtype), c.n_runs, unpacked);
-        for (uint32_t tile = 0; tile < job->n_tiles; tile++) {
-            multiply_chunk_rows(dtype, job, tile, panel, &c);
-        }
+        END_SUMS(0, 0, 0);
     }
 }
 
@@ -381,16 +411,13 @@ INLINE void linear_any(hsri_dtype dtype, const hsri_packed *w, uint32_t panel0, 
     if (n_rows == 0) {
         return;
     }
-    linear_job job = { w, x, x_stride, bias, out, out_stride, n_rows, rows_of_tile(n_rows), 0 };
+    linear_job job = { w, x, x_stride, bias, out, out_stride, n_rows, (uint32_t)hsri_min(n_rows, TILE_ROWS), 0 };
     job.n_tiles = (uint32_t)hsri_div_up(n_rows, job.tile_rows);
     tiles_configure(job.tile_rows);
-    for (uint32_t panel = panel0, n_panels; panel < panel1; panel += n_panels) {
-        n_panels = dtype == HSRI_DTYPE_BF16 ? (uint32_t)hsri_min(2, panel1 - panel) : 1;
-        if (dtype == HSRI_DTYPE_BF16) {
-            linear_bf16_panels(&job, panel, n_panels);
-        } else {
-            linear_codes_panel(dtype, &job, panel);
-        }
+    if (dtype != HSRI_DTYPE_BF16 && job.n_tiles == 1) {
+        linear_few_rows(dtype, &job, panel0, panel1);
+    } else {
+        linear_many_rows(dtype, &job, panel0, panel1);
     }
     tiles_release();
 }
@@ -405,6 +432,8 @@ INLINE void linear_any(hsri_dtype dtype, const hsri_packed *w, uint32_t panel0, 
 LINEAR(bf16, HSRI_DTYPE_BF16)
 LINEAR(q8, HSRI_DTYPE_Q8)
 LINEAR(q4, HSRI_DTYPE_Q4)
+
+static inline __m512 from_bf16(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
 
 /* ---- attention over bf16 pages ----
  *

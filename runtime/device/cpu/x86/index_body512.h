@@ -8,9 +8,11 @@
  * within 128-bit lanes. Logits are kept in units of log 2. */
 #include <immintrin.h>
 
+#include "base/array.h"
 #include "device/cpu/index_lanes.h"
 
 #define LOG2E 1.44269504f
+#define UNROLL _Pragma("GCC unroll 8")
 
 /* Heads that share a pass over a page: the codes stay in registers. */
 #define HEADS 8u
@@ -79,14 +81,24 @@ static float words_of(const float *x, const float *by, float factor, uint32_t n,
         nothing = _mm512_fmadd_ps(scaled[i], _mm512_setzero_ps(), nothing);
     }
     largest = largest16(most);
-    if (_mm512_cmp_ps_mask(nothing, nothing, _CMP_UNORD_Q))
+    if (_mm512_cmp_ps_mask(nothing, nothing, _CMP_UNORD_Q)) {
+        memset(words, 0, n_blocks * sizeof *words);
         return NAN;
+    }
     for (uint32_t i = 0; i < n_blocks; i++) {
         __m512 inverse = _mm512_set1_ps(largest > 0x1p-100f ? top / largest : 0.0f);
 
         words[i] = to_words(_mm512_mul_ps(scaled[2 * i], inverse), _mm512_mul_ps(scaled[2 * i + 1], inverse));
     }
     return largest / top;
+}
+
+/* Fills a group of four. */
+static void no_head(const sketch_shape *s, sketch_head *head)
+{
+    memset(head->weights, 0, s->n_blocks * sizeof *head->weights);
+    memset(head->query, 0, s->n_means * sizeof *head->query);
+    head->step = head->query_step = head->base = 0.0f;
 }
 
 static void prepare_head(const sketch_shape *s, const hsri_score_args *a, uint32_t h, const float *most, sketch_head *head)
@@ -220,38 +232,41 @@ static inline __m512 exp2_16(__m512 x)
 INLINE void page_sums(const sketch_shape *s, const uint8_t *entry, const page_work *work, uint32_t n, __m512 *sums)
 {
     const __m512i low4 = _mm512_set1_epi8(15), low2 = _mm512_set1_epi8(3);
+    __m512        sum[HEADS];
 
-    for (uint32_t h = 0; h < n; h++)
-        sums[h] = _mm512_setzero_ps();
+    UNROLL for (uint32_t h = 0; h < n; h++)
+        sum[h] = _mm512_setzero_ps();
     for (uint32_t line = 0; line < HSRI_PAGE_UNITS; line++) {
         const uint8_t *codes = entry + s->at.codes + line * 64;
         __m512i        acc[HEADS];
         uint32_t       quad = 0;
 
-        for (uint32_t h = 0; h < n; h++)
+        UNROLL for (uint32_t h = 0; h < n; h++)
             acc[h] = _mm512_setzero_si512();
         for (; quad < s->quads_4bit; quad += 2, codes += 256) {
             __m512i bytes = _mm512_load_si512(codes), low = _mm512_and_si512(bytes, low4);
             __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low4);
 
-            for (uint32_t h = 0; h < n; h++)
+            UNROLL for (uint32_t h = 0; h < n; h++)
                 acc[h] = dot_bytes(dot_bytes(acc[h], low, _mm512_set1_epi32((int)work->weights[quad][h])), high,
                                    _mm512_set1_epi32((int)work->weights[quad + 1][h]));
         }
         for (; quad < s->quads_4bit + s->quads_2bit; quad += 4, codes += 256) {
             __m512i bytes = _mm512_load_si512(codes);
 
-            for (uint32_t part = 0; part < 4; part++, bytes = _mm512_srli_epi16(bytes, 2)) {
+            UNROLL for (uint32_t part = 0; part < 4; part++, bytes = _mm512_srli_epi16(bytes, 2)) {
                 __m512i two = _mm512_and_si512(bytes, low2);
 
-                for (uint32_t h = 0; h < n; h++)
+                UNROLL for (uint32_t h = 0; h < n; h++)
                     acc[h] = dot_bytes(acc[h], two, _mm512_set1_epi32((int)work->weights[quad + part][h]));
             }
         }
-        for (uint32_t h = 0; h < n; h++)
-            sums[h] = _mm512_add_ps(sums[h], exp2_16(_mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[h]), _mm512_set1_ps(work->step[h]),
-                                                                     _mm512_set1_ps(work->base[h]))));
+        UNROLL for (uint32_t h = 0; h < n; h++)
+            sum[h] = _mm512_add_ps(sum[h], exp2_16(_mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[h]), _mm512_set1_ps(work->step[h]),
+                                                                   _mm512_set1_ps(work->base[h]))));
     }
+    UNROLL for (uint32_t h = 0; h < n; h++)
+        sums[h] = sum[h];
 }
 
 /* Unit masses of four heads from their sums; only the first n heads are stored. */
@@ -279,17 +294,19 @@ static void score_page(const sketch_shape *s, const hsri_score_args *a, const sk
     __m512i        shares[MAX_BLOCKS];
     __m512         sums[HEADS];
     page_work      work;
+    uint32_t       h = 0;
 
     page_shares(s, entry, inverse, shares);
-    for (uint32_t h = 0; h < n; h += 4)
+    do
         page_bases(heads, entry, mean_products(s, heads, entry, h), page_weights(s, heads, shares, middles, h, &work), h, &work);
+    while ((h += 4) < n);
     switch (n) {
     SUMS_CASE(1) SUMS_CASE(2) SUMS_CASE(3) SUMS_CASE(4) SUMS_CASE(5) SUMS_CASE(6) SUMS_CASE(7)
     default: page_sums(s, entry, &work, 8, sums); break;
     }
-    for (uint32_t h = n; h % 4; h++)
+    for (h = n; h % 4; h++)
         sums[h] = _mm512_setzero_ps();
-    for (uint32_t h = 0; h < n; h += 4)
+    for (h = 0; h < n; h += 4)
         store_masses(a, sums + h, h0 + h, (uint32_t)hsri_min(4, n - h), page);
 }
 
@@ -318,12 +335,13 @@ static void score_sketch(const hsri_score_args *a)
     for (uint32_t c = 0; c < 32 * s.n_blocks; c++)
         inverse[c] = most[c] > 0.0f ? 256.0f / most[c] : 0.0f;
     fill_middles(shape, &s, middles);
-    memset(heads, 0, sizeof heads);
     for (uint32_t h0 = 0; h0 < a->n_heads; h0 += HEADS) {
         uint32_t part = (uint32_t)hsri_min(HEADS, a->n_heads - h0);
 
         for (uint32_t h = 0; h < part; h++)
             prepare_head(&s, a, h0 + h, most, &heads[h]);
+        for (uint32_t h = part; h % 4; h++)
+            no_head(&s, &heads[h]);
         for (uint32_t page = 0; page < a->n_pages; page++)
             score_page(&s, a, heads, h0, part, page, inverse, middles);
     }

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""eval: how close sparse attention comes to dense attention."""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .. import progress
+from ..calibration import read_calibration
+from ..errors import InvalidError
+from ..model import Model
+from ..profile import PRESETS, SELECTORS, Profile, as_profile
+from . import common
+from .calibrate import beside, read_text
+
+if TYPE_CHECKING:
+    from ..eval.estimates import Setting
+
+HELP = "measure how close sparse attention comes to dense attention"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(metavar="WHAT", required=True)
+    for name, add, run_it, text in (
+        ("ppl", _add_ppl, _ppl, "distance of the predictions on a text"),
+        ("needle", _add_needle, _needle, "facts hidden in a long text"),
+        ("recall", _add_recall, _recall, "attention found per layer and head, beside an oracle"),
+        ("curve", _add_curve, _curve, "quality and speed over budgets and selectors"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        common.add_model(command)
+        command.add_argument("--beyond-trained", action="store_true", help="allow lengths above what the model was trained for")
+        command.add_argument("--json", action="store_true", help="print JSON")
+        add(command)
+        common.add_engine(command)
+        command.set_defaults(evaluate=run_it)
+
+
+def run(args: argparse.Namespace) -> int:
+    code: int = args.evaluate(args)
+    return code
+
+
+# ---- options ----------------------------------------------------------------------------------------------------
+
+
+def _numbers(low: int) -> Callable[[str], list[int]]:
+    def parse(text: str) -> list[int]:
+        try:
+            values = [int(part) for part in text.split(",")]
+        except ValueError:
+            raise ValueError(f"{text!r} is not a list of numbers, such as 512,1024") from None
+        if min(values) < low:
+            raise ValueError(f"{min(values)} is not allowed, the least is {low}")
+        return values
+
+    return parse
+
+
+def _depths(text: str) -> list[float]:
+    try:
+        values = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of depths, such as 0.1,0.5,0.9") from None
+    if not all(0 <= value <= 1 for value in values):
+        raise ValueError("a depth is from 0, the beginning, to 1, the end")
+    return values
+
+
+def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    def parse(text: str) -> list[str]:
+        values = [part.strip() for part in text.split(",")]
+        for value in values:
+            if value not in known:
+                raise ValueError(f"{value!r} is not one of {', '.join(known)}")
+        return values
+
+    return parse
+
+
+def _add_text(parser: argparse.ArgumentParser, tokens: int) -> None:
+    parser.add_argument("--text", metavar="FILE", action="append", default=[],
+                        help="text to predict; may be given several times (default: Python's own standard library)")
+    parser.add_argument("--context", type=common.checked(_numbers(1)), default=[8192], metavar="N,N",
+                        help="tokens of the dense prompt, before the text is predicted (default: 8192)")
+    parser.add_argument("--tokens", type=common.whole(1), default=tokens, metavar="M", help="tokens to predict (default: %(default)s)")
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compare", metavar="NAME|FILE", action="append", default=[],
+                        help="another profile to measure on the same tokens; may be given several times")
+
+
+def _add_ppl(parser: argparse.ArgumentParser) -> None:
+    _add_text(parser, 256)
+    _add_compare(parser)
+
+
+def _add_needle(parser: argparse.ArgumentParser) -> None:
+    from ..eval.needle import KINDS
+
+    parser.add_argument("--text", metavar="FILE", help="text to hide facts in (default: Python's own standard library)")
+    parser.add_argument("--lengths", type=common.checked(_numbers(512)), default=[8192], metavar="N,N", help="tokens (default: 8192)")
+    parser.add_argument("--depths", type=common.checked(_depths), default=[0.1, 0.3, 0.5, 0.7, 0.9], metavar="D,D",
+                        help="places of the facts, 0 to 1 (default: 0.1,0.3,0.5,0.7,0.9)")
+    parser.add_argument("--kinds", type=common.checked(_names(KINDS)), default=["single"], metavar="KIND,KIND",
+                        help=f"{', '.join(KINDS)} (default: single)")
+    parser.add_argument("--seed", type=common.whole(0), default=0, metavar="S", help="chooses names and numbers (default: %(default)s)")
+    _add_compare(parser)
+
+
+def _add_recall(parser: argparse.ArgumentParser) -> None:
+    from ..eval.estimates import RULES
+
+    parser.add_argument("--text", metavar="FILE", help="text to attend (default: Python's own standard library)")
+    parser.add_argument("--context", type=common.whole(2048), default=8192, metavar="N", help="tokens (default: %(default)s)")
+    parser.add_argument("--queries", type=common.whole(1), default=16, metavar="N", help="positions to look from (default: %(default)s)")
+    parser.add_argument("--budget", type=common.whole(16), metavar="N", help="tokens to choose (default: the profile's)")
+    parser.add_argument("--rules", type=common.checked(_names(tuple(RULES))), metavar="RULE,RULE", help=f"of {', '.join(RULES)} (default: all)")
+
+
+def _add_curve(parser: argparse.ArgumentParser) -> None:
+    _add_text(parser, 128)
+    known = tuple(name for name in SELECTORS if name != "auto")
+    parser.add_argument("--selectors", type=common.checked(_names(known)), metavar="NAME,NAME", help="(default: all that the model allows)")
+    parser.add_argument("--budgets", type=common.checked(_numbers(16)), default=[512, 1024, 2048], metavar="N,N",
+                        help="(default: 512,1024,2048)")
+
+
+def _open(args: argparse.Namespace) -> Model:
+    args.chosen = as_profile(args.profile)
+    return common.open_model(args)
+
+
+def _profiles(args: argparse.Namespace) -> dict[str, Profile]:
+    """The profiles to compare with dense attention, by name."""
+    named = {} if args.chosen.mode == "dense" and args.profile == "exact" else {args.profile: args.chosen}
+    named |= {name: as_profile(name) for name in args.compare}
+    return named or {"balanced": PRESETS["balanced"]}
+
+
+def _library(characters: int) -> str:
+    text = ""
+    for path in sorted(Path(os.__file__).parent.glob("*.py"), reverse=True):  # from the other end than calibration's default
+        text += path.read_text("utf-8", "replace")
+        if len(text) >= characters:
+            break
+    return text
+
+
+def _texts(args: argparse.Namespace, tokens: int) -> dict[str, str]:
+    return {name: read_text(name) or "" for name in args.text} or {"standard library": _library(8 * tokens)}
+
+
+def _print(args: argparse.Namespace, result: dict[str, Any], table: Callable[[dict[str, Any]], str]) -> int:
+    common.write(json.dumps(_finite(result)) + "\n" if args.json else table(result))
+    return 0
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN and no infinities."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ---- ppl and curve ----------------------------------------------------------------------------------------------
+
+
+def _ppl(args: argparse.Namespace) -> int:
+    from ..eval.ppl import perplexity
+
+    texts = _texts(args, max(args.context) + args.tokens + 1)
+    with _open(args) as model, progress.bar("evaluating", "run") as report:
+        result = perplexity(model, texts, _profiles(args), contexts=args.context, tokens=args.tokens, beyond_trained=args.beyond_trained,
+                            report=report)
+    return _print(args, result, _ppl_table)
+
+
+def _ppl_table(result: dict[str, Any]) -> str:
+    rows = [_measured(name, row) for name, row in result["profiles"].items()]
+    return _heading(result, "profile") + "".join(rows)
+
+
+def _heading(result: dict[str, Any], first: str) -> str:
+    dense = result["dense"]
+    return (f"{len(result['texts'])} text(s), {result['tokens']} tokens after {', '.join(map(str, result['contexts']))}; "
+            f"dense: perplexity {dense['perplexity']:.4f}, {1 / dense['seconds_per_token']:.1f} tok/s\n"
+            f"{first:20}{'KL':>9}{'95 % interval':>19}{'p95':>9}{'loss':>9}{'same top':>10}{'perplexity':>12}{'covered':>9}"
+            f"{'attended':>10}{'MB read':>9}{'tok/s':>8}\n")
+
+
+def _measured(name: str, row: dict[str, Any]) -> str:
+    low, high = row["kl_interval"]
+    return (f"{name:20}{row['kl_mean']:9.5f}{f'{low:.5f}-{high:.5f}':>19}{row['kl_p95']:9.4f}{row['logprob_loss']:9.4f}"
+            f"{row['top1_agreement']:10.3f}{row['perplexity']:12.4f}{row['covered_estimated']:9.4f}{row['attended_tokens']:10.0f}"
+            f"{row['bytes_read_per_token'] / 1e6:9.2f}{1 / row['seconds_per_token']:8.1f}\n")
+
+
+def _curve(args: argparse.Namespace) -> int:
+    from ..eval.curve import CALIBRATED, curve
+
+    texts = _texts(args, max(args.context) + args.tokens + 1)
+    with _open(args) as model, progress.bar("evaluating", "run") as report:
+        usable = [name for name in SELECTORS if name != "auto" and (model.calibrated or name not in CALIBRATED)]
+        base = args.chosen if args.chosen.mode == "sparse" else PRESETS["balanced"]
+        result = curve(model, texts, base, selectors=args.selectors or usable, budgets=args.budgets, contexts=args.context,
+                       tokens=args.tokens, beyond_trained=args.beyond_trained, report=report)
+    return _print(args, result, _curve_table)
+
+
+def _curve_table(result: dict[str, Any]) -> str:
+    return _heading(result, "selector, budget") + "".join(_measured(f"{row['selector']} {row['budget']}", row) for row in result["points"])
+
+
+# ---- needle -----------------------------------------------------------------------------------------------------
+
+
+def _needle(args: argparse.Namespace) -> int:
+    from ..eval.needle import retrieve
+
+    text = read_text(args.text) or _library(8 * max(args.lengths))
+    with _open(args) as model, progress.bar("evaluating", "prompt") as report:
+        result = retrieve(model, text, _profiles(args), lengths=args.lengths, depths=args.depths, kinds=args.kinds, seed=args.seed,
+                          beyond_trained=args.beyond_trained, report=report)
+    return _print(args, result, _needle_table)
+
+
+def _needle_table(result: dict[str, Any]) -> str:
+    names = list(result["summary"])
+    lines = [f"{'kind':11}{'length':>8}{'depth':>7}" + "".join(f"{name:>16}" for name in names)]
+    for case in result["cases"]:
+        found = "".join(f"{case[name]['logprob']:>12.3f} {'yes' if case[name]['found'] else ' no'}" for name in names)
+        lines.append(f"{case['kind']:11}{case['length']:>8}{case['depth']:>7.2f}{found}")
+    for name, row in result["summary"].items():
+        lines.append(f"{name}: found {row['found']} of {row['of']}; of the {row['dense_found']} that dense finds, {row['found_of_dense']}; "
+                     f"log-probability lost {row['logprob_loss']:.4f}")
+    return "\n".join(lines) + "\n"
+
+
+# ---- recall -----------------------------------------------------------------------------------------------------
+
+
+def _recall(args: argparse.Namespace) -> int:
+    from ..eval.estimates import RULES
+    from ..eval.forced import text_ids
+    from ..eval.recall import recall
+    from ..tools.calibrate import attention_scale
+
+    text = read_text(args.text) or _library(8 * args.context)
+    with _open(args) as model, progress.bar("evaluating", "layer") as report:
+        path = args.calibration or beside(os.fsdecode(model.file))
+        calibration = read_calibration(path, model.metadata("hisparse.source")) if os.path.exists(path) else None
+        rules = args.rules or [name for name in RULES if calibration is not None or name != "sketch"]
+        result = recall(model, text_ids(model, text, args.context, args.text or "the default text"), calibration, attention_scale(model),
+                        rules=rules, setting=_setting(args), queries=args.queries, beyond_trained=args.beyond_trained, report=report)
+    return _print(args, result, _recall_table)
+
+
+def _setting(args: argparse.Namespace) -> Setting:
+    from ..eval.estimates import Setting
+
+    budget = args.budget or args.chosen.budget
+    if budget % 16:
+        raise InvalidError(f"--budget is {budget}, allowed are multiples of 16")
+    own = args.chosen.session_options()
+    return Setting(budget, own.get("sink_size", Setting.sink), own.get("window_size", Setting.window))
+
+
+def _recall_table(result: dict[str, Any]) -> str:
+    rules = list(result["mean"])
+    lines = [f"attention found by {result['budget']} tokens besides sink {result['sink']} and window {result['window']}, of {result['tokens']}",
+             "layer" + "".join(f"{rule:>10}" for rule in rules)]
+    for layer in result["layers"]:
+        lines.append(f"{layer['layer']:<5}" + "".join(f"{layer['mean'][rule]['recall']:10.4f}" for rule in rules))
+    for label, name in (("mean", "recall"), ("error", "error"), ("virt.", "error_virtual")):
+        lines.append(f"{label:<5}" + "".join(f"{result['mean'][rule][name]:10.4f}" for rule in rules))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Teacher-forced decoding: the same tokens, one at a time, after the same dense prompt, under one profile after another."""
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ContextError, InvalidError
+from ..ids import as_ids
+from ..model import Model
+from ..profile import Profile
+from ..session import Session
+from .statistics import log_softmax
+
+Ids = npt.NDArray[np.int32]
+INDEX_OF = {"sketch": "sketch", "cluster": "sketch", "minmax": "minmax", "gaussian": "gaussian"}
+_PLAIN_BYTES = {"f32": 4, "bf16": 2}
+_CODE_BYTES = {"int8": 1.03, "compact": 0.5, "vtq": 0.57}
+
+
+@dataclass(frozen=True)
+class Forced:
+    """What one run gave."""
+
+    logprobs: npt.NDArray[np.float64]
+    """[tokens, vocabulary]: of what follows each token."""
+    covered: float
+    """Estimated share of the attention that was read, mean over tokens; NaN for a dense run."""
+    attended: float
+    """Tokens read per query and key-value head."""
+    index_bytes: int
+    seconds: float
+
+
+def index_of(model: Model, profile: Profile) -> str:
+    """The index that a profile's selector reads; means are in any of them."""
+    if profile.mode == "dense":
+        return "none"
+    selector = profile.selector if profile.selector != "auto" else "sketch" if model.calibrated else "minmax"
+    return INDEX_OF.get(selector, "sketch" if model.calibrated else "minmax" if selector in ("mean", "classic") else "none")
+
+
+class Prompts:
+    """Sessions that hold the dense prompt: one for each key-value format and index that profiles ask for, computed when needed."""
+
+    def __init__(self, model: Model, ids: Ids, room: int, *, beyond_trained: bool = False) -> None:
+        self.model, self.ids, self.room, self.beyond = model, ids, room, beyond_trained
+        check_length(model, len(ids) + room, beyond_trained)
+        self._sessions: dict[tuple[object, ...], Session] = {}
+
+    @contextlib.contextmanager
+    def fork(self, profile: Profile, kv: str | None = None) -> Iterator[Session]:
+        """A session behind the prompt that goes on under `profile`."""
+        own = profile.session_options()
+        key = (kv or self.model.kv, index_of(self.model, profile), *sorted(own.items()))
+        if key not in self._sessions:
+            session = self.model.session(context=len(self.ids) + self.room, kv=key[0], index=key[1], profile=0,
+                                         beyond_trained=self.beyond, **own)
+            session.append(self.ids)
+            session.prefill()
+            self._sessions[key] = session
+        fork = self._sessions[key].fork()
+        try:
+            fork.set_profile(profile)
+            yield fork
+        finally:
+            fork.close()
+
+    def close(self) -> None:
+        for session in self._sessions.values():
+            session.close()
+        self._sessions.clear()
+
+    def __enter__(self) -> Prompts:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def forced(session: Session, ids: Ids) -> Forced:
+    """Feed `ids` to a session one at a time, as decoding would."""
+    rows = np.empty((len(ids), session.model.info.vocab_size), np.float32)
+    began = time.perf_counter()
+    for row, token in enumerate(ids):
+        rows[row] = session.logits([int(token)])[0]
+    seconds = time.perf_counter() - began
+    stats = session.stats()
+    rows[:, session.model.info.tokenizer_size:] = -np.inf  # padding ids are never sampled
+    attended = stats.attended_tokens if stats.sparse_rows else float(stats.n_computed)
+    return Forced(log_softmax(rows), stats.covered_mean if stats.sparse_rows else math.nan, attended, stats.index_bytes, seconds)
+
+
+def bytes_per_token(session: Session, run: Forced) -> float:
+    """Key, value and index bytes that one decoded token reads, about: what it attends, and the whole index once."""
+    info, kv = session.model.info, session.stats().kv_format
+    each = _PLAIN_BYTES[kv] if kv in _PLAIN_BYTES else _CODE_BYTES.get(kv, 2)
+    return run.attended * 2 * each * info.head_dim * info.n_layers * info.n_kv_heads + run.index_bytes
+
+
+def check_length(model: Model, tokens: int, beyond_trained: bool) -> None:
+    """ContextError for a length that the model was not trained for."""
+    if tokens > model.info.context_length and not beyond_trained:
+        raise ContextError(f"{tokens} tokens pass the {model.info.context_length} the model was trained for; beyond_trained allows it")
+
+
+def text_ids(model: Model, text: str, n: int, name: str) -> Ids:
+    """The first n ids of a text; InvalidError if it is shorter."""
+    ids = as_ids(model.encode(text))
+    if len(ids) < n:
+        raise InvalidError(f"{name} has {len(ids)} tokens, and {n} are needed")
+    return ids[:n]
+
+
+def sorted_unique(values: Sequence[int]) -> list[int]:
+    return sorted(set(values))

@@ -1,0 +1,250 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Writing a session to a file. The file gets its name when it is whole and on disk; until then it is a temporary one beside it, which is
+ * removed whatever goes wrong. */
+#define _GNU_SOURCE 1
+#include "engine/persist.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/array.h"
+#include "base/crc32c.h"
+#include "base/status.h"
+
+typedef struct writer {
+    hsr_session     *session;
+    const char      *path;                 /* as the caller spells it, for texts */
+    char             target[PATH_MAX];     /* where it leads to */
+    char             temporary[PATH_MAX + 24];
+    int              fd;
+    hsri_save_header header;
+    hsri_image       image;
+    uint32_t        *checks;
+    uint8_t         *batch;
+    uint64_t         done;                 /* bytes of the image */
+    int32_t        (*progress)(void *, uint64_t, uint64_t);
+    void            *user;
+    hsr_error       *err;
+} writer;
+
+/* ---- the file ---- */
+
+static hsr_status refused(const writer *w, const char *what)
+{
+    return hsri_fail_sys(w->err, HSR_E_IO, errno, "%.200s: %s", w->path, what);
+}
+
+/* A link stays a link: what it leads to is replaced. A device or a pipe is not to be replaced by a file. */
+static hsr_status find_target(writer *w)
+{
+    struct stat st;
+    const size_t length = strlen(w->path);
+    if (length >= sizeof w->target)
+        return hsri_fail_sys(w->err, HSR_E_IO, ENAMETOOLONG, "%.200s...: cannot be written", w->path);
+    memcpy(w->target, w->path, length + 1);
+    if (lstat(w->path, &st) < 0)
+        return HSR_OK;
+    if (S_ISLNK(st.st_mode) && (!realpath(w->path, w->target) || stat(w->target, &st) < 0))
+        return refused(w, "the link leads nowhere");
+    if (!S_ISREG(st.st_mode))
+        return hsri_fail(w->err, HSR_E_INVALID, "%.200s: %s, and would be replaced by a file", w->path,
+                         S_ISDIR(st.st_mode) ? "is a folder" : "is not a regular file");
+    return HSR_OK;
+}
+
+/* Length of the folder's name with its slash; 0: the current one. */
+static size_t folder_length(const writer *w)
+{
+    const char *slash = strrchr(w->target, '/');
+    return slash ? (size_t)(slash - w->target) + 1 : 0;
+}
+
+/* Above 2, whatever the host has closed: its prints must not land in the file. */
+static int raise_fd(int fd)
+{
+    if (fd < 0 || fd > 2)
+        return fd;
+    const int above = fcntl(fd, F_DUPFD_CLOEXEC, 3), refusal = errno;
+    close(fd);
+    errno = refusal;
+    return above;
+}
+
+static hsr_status create(writer *w)
+{
+    char name[sizeof w->temporary];
+    snprintf(name, sizeof name, "%.*s.hisparse-save-XXXXXX", (int)folder_length(w), w->target);
+    w->fd = mkostemp(name, O_CLOEXEC);
+    if (w->fd < 0)
+        return refused(w, "no file can be made in its folder");
+    memcpy(w->temporary, name, sizeof name);
+    w->fd = raise_fd(w->fd);
+    return w->fd < 0 || fchmod(w->fd, 0600) < 0 ? refused(w, "the new file cannot be used") : HSR_OK;
+}
+
+/* All of its room at once: a full disk is told before anything was written. */
+static hsr_status take_room(const writer *w)
+{
+    struct rlimit limit;
+    const uint64_t bytes = w->header.file_bytes;
+    if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes > limit.rlim_cur)
+        return hsri_fail_sys(w->err, HSR_E_IO, EFBIG, "%.200s: %llu bytes are more than this process may write to a file", w->path, (unsigned long long)bytes);
+    if (fallocate(w->fd, 0, 0, (off_t)bytes) < 0 && (errno == ENOSPC || errno == EDQUOT))
+        return hsri_fail_sys(w->err, HSR_E_IO, errno, "%.200s: %llu bytes are needed", w->path, (unsigned long long)bytes);
+    return HSR_OK;
+}
+
+static hsr_status write_at(const writer *w, uint64_t offset, const void *data, uint64_t n)
+{
+    const char *from = data;
+    while (n > 0) {
+        const ssize_t written = pwrite(w->fd, from, n, (off_t)offset);
+        if (written < 0 && errno == EINTR)
+            continue;
+        if (written <= 0)
+            return refused(w, "cannot be written");
+        from += written;
+        offset += (uint64_t)written;
+        n -= (uint64_t)written;
+    }
+    return HSR_OK;
+}
+
+static hsr_status publish(writer *w)
+{
+    if (fsync(w->fd) < 0)
+        return refused(w, "cannot be brought to disk");
+    if (rename(w->temporary, w->target) < 0)
+        return refused(w, "cannot take the place of the old file");
+    w->temporary[0] = 0;
+    w->target[folder_length(w)] = 0;
+    const int folder = open(w->target[0] ? w->target : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (folder >= 0) {
+        fsync(folder);      /* some file systems refuse; the file itself is there */
+        close(folder);
+    }
+    return HSR_OK;
+}
+
+/* ---- its content ---- */
+
+static hsr_status check_idle(const hsr_session *s, hsr_error *err)
+{
+    if (s->status < 0)
+        return hsri_fail(err, HSR_E_STATE, "save: the session failed earlier (%s); truncate or rebuild it first", s->error.message);
+    if (s->request.active)
+        return hsri_fail(err, HSR_E_STATE, "save: a request is running");
+    if (hsri_session_has_work(s))
+        return hsri_fail(err, HSR_E_STATE, "save: %llu appended tokens are not computed yet", (unsigned long long)(s->target - s->n_computed));
+    return HSR_OK;
+}
+
+/* The session has no work, so that nothing of this changes while it is written. */
+static hsr_status describe(writer *w)
+{
+    uint32_t chunk;
+    hsri_engine_enter(w->session->engine);
+    hsr_status st = check_idle(w->session, w->err);
+    if (st == HSR_OK)
+        st = hsri_cache_describe_image(w->session->cache, &w->image, &chunk, w->err);
+    if (st == HSR_OK)
+        hsri_save_describe(w->session, &w->image, chunk, &w->header);
+    hsri_engine_leave(w->session->engine);
+    return st;
+}
+
+static hsr_status read_rows(writer *w, hsri_image_part part, uint64_t row, uint64_t n)
+{
+    hsr_session *s = w->session;
+    const uint64_t bytes = w->image.per_row * w->image.slot_bytes[part];
+    hsr_status st = HSR_OK;
+    hsri_engine_enter(s->engine);
+    for (uint64_t i = 0; i < n && st >= 0; i++)
+        st = hsri_cache_read_image(s->cache, s->engine->queue, &w->image, part, row + i, w->batch + i * bytes, w->err);
+    hsri_engine_leave(s->engine);
+    return st;
+}
+
+static hsr_status tell(const writer *w)
+{
+    if (w->progress && w->progress(w->user, w->done, hsri_image_bytes(&w->image)))
+        return hsri_fail(w->err, HSR_E_CANCELLED, "stopped by the progress callback");
+    return HSR_OK;
+}
+
+static hsr_status write_part(writer *w, hsri_image_part part, uint32_t *checks)
+{
+    const uint64_t slot = w->image.slot_bytes[part], row_bytes = w->image.per_row * slot, batch = hsri_save_batch_rows(&w->image, part);
+    for (uint64_t row = 0, n; row < w->image.rows[part]; row += n) {
+        n = hsri_min(batch, w->image.rows[part] - row);
+        HSRI_TRY(tell(w));
+        HSRI_TRY(read_rows(w, part, row, n));
+        for (uint64_t i = 0; i < n * w->image.per_row; i++)
+            *checks++ = hsri_crc32c(0, w->batch + i * slot, slot);
+        HSRI_TRY(write_at(w, w->header.parts[part] + row * row_bytes, w->batch, n * row_bytes));
+        w->done += n * row_bytes;
+    }
+    return HSR_OK;
+}
+
+static hsr_status write_all(writer *w)
+{
+    hsri_save_header *h = &w->header;
+    uint32_t *checks = w->checks;
+    for (int part = 0; part < HSRI_N_IMAGE_PARTS; part++) {
+        HSRI_TRY(write_part(w, (hsri_image_part)part, checks));
+        checks += w->image.rows[part] * w->image.per_row;
+    }
+    h->tokens.crc32c = hsri_crc32c(0, w->session->ids, h->tokens.bytes);
+    h->checks.crc32c = hsri_crc32c(0, w->checks, h->checks.bytes);
+    h->crc32c = hsri_save_header_crc(h);
+    HSRI_TRY(write_at(w, h->tokens.offset, w->session->ids, h->tokens.bytes));
+    HSRI_TRY(write_at(w, h->checks.offset, w->checks, h->checks.bytes));
+    HSRI_TRY(write_at(w, 0, h, sizeof *h));
+    if (ftruncate(w->fd, (off_t)h->file_bytes) < 0)     /* also where nothing is behind the tokens */
+        return refused(w, "cannot be written");
+    return tell(w);
+}
+
+static hsr_status save(writer *w)
+{
+    HSRI_TRY(describe(w));
+    w->checks = hsri_new_array(hsri_max(hsri_image_slots(&w->image), 1), sizeof *w->checks);
+    w->batch = hsri_new_aligned(hsri_save_batch_bytes(&w->image), 1);
+    if (!w->checks || !w->batch)
+        return hsri_fail(w->err, HSR_E_NOMEM, "no memory to save a session");
+    HSRI_TRY(find_target(w));
+    HSRI_TRY(create(w));
+    HSRI_TRY(take_room(w));
+    HSRI_TRY(write_all(w));
+    return publish(w);
+}
+
+hsr_status hsri_session_save(hsr_session *s, const char *path, int32_t (*progress)(void *, uint64_t, uint64_t), void *user, hsr_error *err)
+{
+    writer *w = hsri_new_array(1, sizeof *w);
+    if (!w)
+        return hsri_fail(err, HSR_E_NOMEM, "no memory to save a session");
+    w->session = s;
+    w->path = path;
+    w->fd = -1;
+    w->progress = progress;
+    w->user = user;
+    w->err = err;
+    const hsr_status st = save(w);
+    if (w->fd >= 0)
+        close(w->fd);
+    if (w->temporary[0])
+        unlink(w->temporary);
+    free(w->checks);
+    free(w->batch);
+    free(w);
+    return st;
+}

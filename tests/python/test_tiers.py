@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contexts larger than memory: whatever is where, results are those of a run with everything in memory, to the bit."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import hisparse_rt as hs
+import numpy as np
+import pytest
+import tiny
+from hisparse_rt.profile import Profile
+from hisparse_rt.tools.convert import convert
+
+LENGTH, OUTPUT = 6000, 16
+IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, LENGTH)]
+SQUEEZED = {"bf16": 7, "f32": 11, "int8": 5}   # MiB, of about 12, 21 and 7
+SPARSE = Profile(selector="minmax", budget=256, virtual_tokens=False, prefill_budget=256, prefill_dense_below=1024)
+MODES = {"dense": (0, {}), "sparse": (SPARSE, {"window_size": 128})}
+
+
+@pytest.fixture(scope="module")
+def model_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiers")
+    cfg = tiny.config(num_hidden_layers=3, head_dim=64, max_position_embeddings=8192)
+    convert(tiny.write_hf(folder / "hf", cfg, tiny.weights(cfg, 9)), folder / "m.hsr", dtype="q8")
+    return folder / "m.hsr"
+
+
+@pytest.fixture
+def cold(tmp_path):
+    folder = tmp_path / "cold"
+    folder.mkdir()
+    return folder
+
+
+def run(session) -> tuple[list[int], np.ndarray]:
+    session.append(IDS)
+    tokens = list(session.generate(max_tokens=OUTPUT, ignore_eos=True, return_details=True).tokens)
+    return tokens, session.logits([5])
+
+
+def options(mode: str, kv: str) -> dict:
+    profile, more = MODES[mode]
+    return {"kv": kv, "profile": profile, "window_size": 64, "sink_size": 64, "rollback_tokens": 64, **more}
+
+
+@pytest.mark.parametrize("io", ["auto", "pread"])
+@pytest.mark.parametrize("kv", ["bf16", "f32", "int8"])
+@pytest.mark.parametrize("mode", MODES)
+def test_squeezed_is_resident(model_file, cold, mode, kv, io):
+    with hs.load(model_file, threads=2) as model, model.session(**options(mode, kv)) as session:
+        want = run(session)
+    with hs.load(model_file, threads=2, chunk=128, hot=f"{SQUEEZED[kv]}MiB", cold=cold, cold_size="64MiB", io=io) as model:
+        with model.session(**options(mode, kv)) as session:
+            got = run(session)
+            stats = model.stats()
+            assert session.stats().pages_sealed > 0
+        assert got[0] == want[0]
+        assert np.array_equal(got[1], want[1])
+        assert stats.cold_evictions > 0
+        assert stats.cold_misses > 0
+        assert stats.cold_pages > 0
+        assert stats.cold_read_bytes > 0
+        assert stats.hot_bytes_committed <= SQUEEZED[kv] << 20
+        after = model.stats()
+        assert after.hot_blocks_used == after.hot_blocks_reserved == after.cold_pages == after.cold_bytes_used == 0
+    assert list(cold.iterdir()) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_that_fits_never_touches_the_disk(model_file, cold, mode):
+    with hs.load(model_file, threads=2, hot="256MiB", cold=cold, cold_size="64MiB") as model, model.session(**options(mode, "bf16")) as session:
+        run(session)
+        stats = model.stats()
+    assert stats.cold_written_bytes == stats.cold_read_bytes == stats.cold_evictions == 0
+
+
+def test_sessions_beside_each_other(model_file, cold):
+    """Several squeezed sessions in one engine, computed together: each as it is alone."""
+    with hs.load(model_file, threads=2) as model:
+        want = []
+        for mode in MODES:
+            with model.session(**options(mode, "bf16")) as session:
+                want.append(run(session))
+    import concurrent.futures
+
+    with hs.load(model_file, threads=2, chunk=128, hot="16MiB", cold=cold, cold_size="128MiB") as model:
+        sessions = [model.session(**options(mode, "bf16")) for mode in MODES]
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            got = list(pool.map(run, sessions))
+        assert model.stats().cold_misses > 0
+        for session in sessions:
+            session.close()
+        assert model.stats().hot_blocks_used == 0
+    for (tokens, logits), (want_tokens, want_logits) in zip(got, want, strict=True):
+        assert tokens == want_tokens
+        assert np.array_equal(logits, want_logits)
+
+
+def test_forks_share_cold_pages(model_file, cold):
+    with hs.load(model_file, threads=2) as model, model.session(**options("dense", "bf16")) as session:
+        session.append(IDS)
+        want = session.generate(max_tokens=8, ignore_eos=True, return_details=True).tokens
+    with hs.load(model_file, threads=2, chunk=128, hot="8MiB", cold=cold, cold_size="64MiB") as model:
+        session = model.session(**options("dense", "bf16"))
+        session.logits(IDS[:-1])
+        fork = session.fork()
+        session.close()
+        fork.append(IDS[-1:])
+        got = fork.generate(max_tokens=8, ignore_eos=True, return_details=True).tokens
+        fork.close()
+        assert model.stats().cold_bytes_used == 0
+    assert list(got) == list(want)
+
+
+def test_refusals_name_the_short_number(model_file, cold):
+    with hs.load(model_file, threads=1, chunk=128, hot="5MiB", cold=cold, cold_size="2MiB") as model, model.session(**options("dense", "bf16")) as session:
+        before = model.stats()
+        with pytest.raises(hs.NoSpaceError, match="MiB"):
+            session.append(IDS)
+        after = model.stats()
+        assert after.hot_blocks_reserved == before.hot_blocks_reserved
+        session.append(IDS[:64])
+        session.generate(max_tokens=2)
+
+
+@pytest.mark.parametrize("change, name", [
+    ({"cold_size": "1MiB"}, "cold_size"), ({"io": "tape"}, "tape"), ({"importance": "x"}, "importance"), ({"io_deadline": 0}, "io_deadline"),
+])
+def test_bad_options_are_named(model_file, change, name):
+    with pytest.raises((hs.HisparseError, ValueError), match=name):
+        hs.load(model_file, **change)
+
+
+def test_missing_or_unwritable_directory(model_file, tmp_path):
+    with pytest.raises(hs.FileError, match="nowhere") as caught:
+        hs.load(model_file, cold=tmp_path / "nowhere")
+    assert caught.value.sys_code == errno.ENOENT
+    (tmp_path / "file").write_text("")
+    with pytest.raises(hs.FileError, match="file"):
+        hs.load(model_file, cold=os.fsencode(tmp_path / "file"))
