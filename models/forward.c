@@ -43,15 +43,27 @@ static void lay_out(hsri_scratch *s, const hsri_hparams *hp, hsri_ref *next)
     s->logits   = carve(next, (uint64_t)HSRI_LOGIT_ROWS * hp->vocab_size);
 }
 
-hsr_status hsri_scratch_create(hsri_device *dev, const hsri_hparams *hp, uint32_t max_rows, hsri_scratch *s, hsr_error *err)
+/* Everything but where it is. Returns its bytes. */
+static uint64_t measure(hsri_scratch *s, const hsri_hparams *hp, uint32_t max_rows)
 {
+    hsri_ref end = { 0 };
     *s = (hsri_scratch){ .max_rows = max_rows < HSRI_LOGIT_ROWS ? HSRI_LOGIT_ROWS : max_rows };
     s->part_floats = hsri_max(PART_BYTES / sizeof(float), s->max_rows * state_floats(hp));
-
-    hsri_ref end = { 0 };
     lay_out(s, hp, &end);
+    return end.offset;
+}
+
+uint64_t hsri_scratch_bytes(const hsri_hparams *hp, uint32_t max_rows)
+{
+    hsri_scratch s;
+    return measure(&s, hp, max_rows);
+}
+
+hsr_status hsri_scratch_create(hsri_device *dev, const hsri_hparams *hp, uint32_t max_rows, hsri_scratch *s, hsr_error *err)
+{
+    const uint64_t bytes = measure(s, hp, max_rows);
     uint32_t buf;
-    HSRI_TRY(dev->alloc(dev, end.offset, &buf, err));
+    HSRI_TRY(dev->alloc(dev, bytes, &buf, err));
     hsri_ref start = { .buf = buf };
     lay_out(s, hp, &start);
     s->buf = buf;

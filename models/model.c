@@ -371,7 +371,7 @@ static hsr_status fill_info(hsr_model *model, hsr_error *err)
         .struct_size = sizeof *info, .weight_dtype = (int32_t)hp->weight_dtype, .vocab_size = (int32_t)hp->vocab_size,
         .tokenizer_size = (int32_t)hp->tokenizer_size, .hidden_size = (int32_t)hp->hidden, .n_layers = (int32_t)hp->n_layers,
         .n_heads = (int32_t)hp->n_heads, .n_kv_heads = (int32_t)hp->n_kv_heads, .head_dim = (int32_t)hp->head_dim,
-        .context_length = (int32_t)hp->context_length,
+        .context_length = (int32_t)hp->context_length, .intermediate_size = (int32_t)hp->intermediate, .rotary_dim = (int32_t)hp->rotary_dim,
     };
     snprintf(info->arch, sizeof info->arch, "%s", model->arch->name);
     return read_tokens(model->container, hp->vocab_size, info, err);

@@ -117,6 +117,7 @@ typedef struct hsri_scratch {
 /* Rows of logits computed at a time: bounds memory, not results. */
 #define HSRI_LOGIT_ROWS 64u
 
+uint64_t hsri_scratch_bytes(const hsri_hparams *hp, uint32_t max_rows);
 hsr_status hsri_scratch_create(hsri_device *dev, const hsri_hparams *hp, uint32_t max_rows, hsri_scratch *s, hsr_error *err);
 
 /* A run of rows that attend alike in every layer; spans cover a step's rows in order. Sparse ones are small enough for the room. */

@@ -31,7 +31,7 @@ def about_page_means(keys: np.ndarray) -> np.ndarray:
     """Keys of whole pages less the mean of their page, float64."""
     n = len(keys) // PAGE * PAGE
     pages = keys[:n].astype(np.float64).reshape(-1, PAGE, keys.shape[1])
-    return (pages - pages.mean(axis=1, keepdims=True)).reshape(n, -1)
+    return (pages - pages.mean(axis=1, keepdims=True)).reshape(n, keys.shape[1])
 
 
 def _normalised(spread: np.ndarray) -> np.ndarray:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..calibration import Calibration
+from ..calibration import Calibration, beside, write_calibration
 from ..errors import HisparseError, InvalidError
 from ..eval.estimates import Head, Outcome, Query, Setting, gaussian, sketch
 from .basis import fit_basis, received_mass
@@ -24,7 +24,7 @@ LEAST_TOKENS = 2048
 _FITTED = 3 / 4  # of the text; queries of the rest measure
 _QUERY_BYTES = 512 << 20
 _LEAST_STRIDE = 5  # odd, so that queries fall on all places of a page
-_MEASURED = 32  # queries per head
+_MEASURED = 16  # queries per head
 _BUDGET = 512
 _CHARACTERS = 8  # of a token; it rarely has more
 
@@ -48,6 +48,19 @@ def default_ids(model: Model, text: str | None = None, tokens: int = TOKENS) -> 
         return model.encode(library_docstrings(_CHARACTERS * n) if text is None else text)[:n]
     except HisparseError as error:
         raise InvalidError(f"calibration needs the model's tokenizer: {error}") from error
+
+
+def calibrate_file(path: str, progress: Progress | None = None, **engine: Any) -> bool:
+    """Calibrate a model file with the default text and put the result beside it. False, and nothing is done, for a model that has no
+    tokenizer or was trained for too few tokens. engine: options of Model, such as threads."""
+    from ..model import Model
+
+    with Model(path, **engine) as model:
+        if model.info.context_length < LEAST_TOKENS or model.metadata("tokenizer.huggingface.json") is None:
+            return False
+        calibration, _ = calibrate(model, default_ids(model), progress)
+    write_calibration(beside(path), calibration)
+    return True
 
 
 def attention_scale(model: Model) -> float:

@@ -66,10 +66,9 @@ def codes(seed: int = 0) -> np.ndarray:
 def _unlike(others: np.ndarray, draw: np.random.Generator) -> np.ndarray:
     """A random code that differs from all of `others` in eight bits or more."""
     while True:
-        tries = draw.choice((-1.0, 1.0), (64, CODE))
-        good = tries[(tries @ others.T <= _LIKENESS).all(axis=1)]
-        if len(good):
-            return good[0]
+        code = draw.choice((-1.0, 1.0), CODE)
+        if (others @ code <= _LIKENESS).all():
+            return code
 
 
 def _identities() -> np.ndarray:
@@ -156,7 +155,7 @@ def write(folder: str | os.PathLike, seed: int = 0) -> Path:
 
 @dataclass(frozen=True)
 class Text:
-    """Noise with needles. Asking: append the key; the next token is the value. The first token is noise: nothing is before it to copy."""
+    """Noise with needles. Asking: append the key; the next token is the value. The first token is noise, with nothing before it to copy."""
 
     ids: np.ndarray
     needles: tuple[tuple[int, int, int], ...]
@@ -165,7 +164,7 @@ class Text:
 
 def text(length: int, n_needles: int = 16, distractors: int = 4, seed: int = 0) -> Text:
     """Needles of as many families, at even distances from the beginning to the end, and of every other member of their
-    families `distractors` ones anywhere, with other values. length: at least 32 times all of them."""
+    families `distractors` ones anywhere, with other values. length: at least four times all of them and two."""
     draw = np.random.default_rng(seed)
     total = n_needles * (1 + distractors * (MEMBERS - 1))
     if not 1 <= n_needles <= FAMILIES or length < 4 * total + 2:

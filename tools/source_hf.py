@@ -104,6 +104,22 @@ def _open(folder: str, files: list[RangeFile]) -> Source:
     )
 
 
+def read_sizes(path: str) -> dict[str, int]:
+    """Hyper-parameters of a config.json, by their names in hsr_model_info, and whether embedding and head are `tied`."""
+    values = read_json_object(path)
+    config = _Config(shown(path), values, _architecture(shown(path), values))
+    heads, width = config.whole("num_attention_heads"), config.whole("hidden_size")
+    head_dim, context = config.head_dim(heads, width), config.whole("max_position_embeddings")
+    require_head_dim(head_dim, config.where)
+    config.refuse_window(context)
+    return {
+        "hidden_size": width, "intermediate_size": config.whole("intermediate_size"), "n_layers": config.whole("num_hidden_layers"),
+        "n_heads": heads, "n_kv_heads": config.whole("num_key_value_heads", heads), "head_dim": head_dim,
+        "rotary_dim": rope.from_config(config.values, head_dim, context, []).rotary_dim, "context_length": context,
+        "vocab_size": config.whole("vocab_size"), "tied": int(config.flag("tie_word_embeddings")),
+    }
+
+
 def _architecture(where: str, config: dict) -> str:
     """By model_type and class name; both have to mean the same supported family."""
     model_type, classes = config.get("model_type"), config.get("architectures") or []

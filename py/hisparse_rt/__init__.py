@@ -35,6 +35,7 @@ from .errors import (
 from .generate import generate
 from .load import load
 from .model import EngineStats, Model, ModelInfo
+from .plan import Plan, plan
 from .request import Sampling
 from .result import Result, TokenLogprob
 from .session import Session, SessionStats
@@ -43,6 +44,6 @@ from .stream import Stream
 __all__ = [
     "AsyncStream", "BusyError", "ContextError", "Conversation", "EngineStats", "FileError", "FileMissingError", "ForkedError",
     "FormatError", "HisparseError", "InternalError", "InvalidError", "Model", "ModelInfo", "NoSpaceError", "NonFiniteError",
-    "OutOfMemoryError", "Result", "Sampling", "Session", "SessionStats", "StateError", "Stream", "TemplateError", "TokenError",
-    "TokenLogprob", "TokenizerError", "UnsupportedError", "VersionError", "WorkCancelledError", "__version__", "generate", "load",
+    "OutOfMemoryError", "Plan", "Result", "Sampling", "Session", "SessionStats", "StateError", "Stream", "TemplateError", "TokenError",
+    "TokenLogprob", "TokenizerError", "UnsupportedError", "VersionError", "WorkCancelledError", "__version__", "generate", "load", "plan",
 ]

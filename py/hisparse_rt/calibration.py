@@ -76,6 +76,11 @@ class Calibration:
         return int(self.basis_k.shape[2])
 
 
+def beside(model: str) -> str:
+    """Where the calibration of a model file is looked for."""
+    return model.removesuffix(".hsr") + SUFFIX
+
+
 _TENSORS = ("basis_k", "basis_q", "mean_k", "mean_v")
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from . import __version__
-from .commands import bench, calibrate, chat, common, convert, evaluate, generate, inspect, logits
+from .commands import bench, calibrate, chat, common, convert, evaluate, generate, inspect, logits, plan
 from .errors import HisparseError
 from .tools.errors import ConvertError
 
-_COMMANDS = {"convert": convert, "calibrate": calibrate, "generate": generate, "chat": chat, "logits": logits, "inspect": inspect,
+_COMMANDS = {"convert": convert, "calibrate": calibrate, "generate": generate, "chat": chat, "logits": logits, "inspect": inspect, "plan": plan,
              "eval": evaluate, "bench": bench}
 
 

@@ -7,10 +7,11 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from . import progress
-from .errors import FileMissingError, FormatError, InvalidError, from_os_error
+from .calibration import beside
+from .errors import FileMissingError, FormatError, HisparseError, InvalidError, from_os_error
 from .model import DTYPES, Model, engine_options
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def load(
     importance: str = "balanced", prefetch: int = 4, threads: int = 0,
     isa: str = "auto", kv: str = "auto", chunk: int = 512, max_sessions: int = 256, max_batch: int = 1024, dtype: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None, log: logging.Logger | None = None, debug_async: bool = False,
-    profile: ProfileLike = 0, calibration: str | bytes | os.PathLike[Any] | bool | None = None,
+    profile: ProfileLike = 0, calibration: str | bytes | os.PathLike[Any] | Literal[False] | None = None,
 ) -> Model:
     """Open a model.
 
@@ -45,7 +46,7 @@ def load(
     cache_dir     where converted models are kept; None: $XDG_CACHE_HOME/hisparse_rt, or ~/.cache/hisparse_rt
     log           a logging.Logger for what the engine has to say; None: silent
     profile       how sessions attend unless they say otherwise: a Profile, the name of a preset, a JSON file; 0 and "exact" are dense
-    calibration   the model's `.hsrcal` file; None: the one beside the model, if there is one; False: none
+    calibration   the model's `.hsrcal` file; None: the one beside the model, which a conversion makes with it; False: none
     debug_async   run in the slow mode that finds ordering mistakes in the runtime
 
     FileError, FormatError, VersionError, UnsupportedError, OutOfMemoryError, InvalidError; all are HisparseError.
@@ -62,17 +63,28 @@ def load(
         raise InvalidError(f"dtype is {dtype!r}, known ones are {', '.join(DTYPES.values())}")
     if os.path.isdir(name) or name.lower().endswith(".gguf"):
         source = _converted(name, dtype or "q8", cache_dir)
+        if calibration is None:
+            _calibrate(source, log, threads=threads, isa=isa)
     elif dtype is not None:
         raise InvalidError(f"dtype is for conversion, and {name!a} is not a folder or a .gguf file")
-    if calibration is None or calibration is True:
-        calibration = _calibration(os.fsdecode(source))
+    if calibration is None:
+        path = beside(os.fsdecode(source))
+        calibration = path if os.path.exists(path) else False
     return Model(source, **engine, profile=profile, calibration=None if calibration is False else calibration)
 
 
-def _calibration(model: str) -> str | None:
-    """The calibration that lies beside a model file."""
-    beside = model.removesuffix(".hsr") + ".hsrcal"
-    return beside if os.path.exists(beside) else None
+def _calibrate(model: str, log: logging.Logger | None, **engine: Any) -> None:
+    """Make the calibration of a converted model, once. Where that fails the model still computes, without sketches."""
+    from .tools.calibrate import calibrate_file
+
+    if os.path.exists(beside(model)):
+        return
+    try:
+        with progress.bar("calibrating", "tok") as report:
+            calibrate_file(model, report, **engine)
+    except HisparseError as error:
+        if log is not None:
+            log.warning("the model could not be calibrated: %s", error)
 
 
 def _converted(source: str, dtype: str, cache_dir: str | os.PathLike[str] | None) -> str:

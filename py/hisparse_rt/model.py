@@ -129,8 +129,14 @@ class _Native:
     def __init__(self, path: bytes) -> None:
         self.model = Handle(self, "hsr_model", _close_model)
         call(lib.hsr_model_open, path, self.model.box)
-        self.engine = Handle(self, "hsr_engine", lib.hsr_engine_destroy)
+        self.inside = [0]
+        """Calls that use the engine for long without its lock; under that lock."""
+        self.engine = Handle(self, "hsr_engine", functools.partial(_destroy_engine, self.inside))
         self.log: Any = None
+
+
+def _destroy_engine(inside: list[int], box: Any, err: Any) -> int:
+    return int(lib.HSR_E_BUSY if inside[0] else lib.hsr_engine_destroy(box, err))
 
 
 def _close_model(box: Any, err: Any) -> int:

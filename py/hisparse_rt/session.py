@@ -240,9 +240,15 @@ class Session:
         opts.profile = model.profile_id(profile)
         session = cls.__new__(cls)
         session._opened(model)
-        with model._native.engine.lock:   # taken only to see that the engine is open; the call itself may take long
-            engine = model._native.engine.pointer
-        call(lib.hsr_session_restore, engine, file_name(path), opts, session._handle.box)
+        name, native = file_name(path), model._native
+        with native.engine.lock:
+            engine = native.engine.pointer
+            native.inside[0] += 1
+        try:
+            call(lib.hsr_session_restore, engine, name, opts, session._handle.box)
+        finally:
+            with native.engine.lock:
+                native.inside[0] -= 1
         model._sessions.add(session)
         return session
 
@@ -257,6 +263,17 @@ class Session:
     def values(self, layer: int, first: int = 0, n: int | None = None) -> npt.NDArray[np.float32]:
         """Values of a layer: float32 [n, n_kv_heads, head_dim]."""
         return self._observe(lib.HSR_OBSERVE_VALUES, layer, first, n)
+
+    def fill(self, n: int, seed: int = 0, progress: Callable[[int, int], object] | None = None) -> None:
+        """Append n positions whose keys and values are sampled from those computed so far: for measuring long contexts. What the
+        model says afterwards means nothing. `progress(done, n)` is called now and then."""
+        count, done = integer("n", n, 1, _INT32_MAX), 0
+        while done < count:
+            part = min(count - done, 65536)
+            self._call(lib.hsr_session_fill, part, integer("seed", seed, 0, (1 << 64) - 1) + done)
+            done += part
+            if progress is not None:
+                progress(done, count)
 
     @contextlib.contextmanager
     def capture(self, n: int, *, first: int = 0, stride: int = 1, layers: range | None = None) -> Iterator[npt.NDArray[np.float32]]:

@@ -3,6 +3,7 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "api/options.h"
 #include "api/structs.h"
 #include "engine/engine.h"
 
@@ -26,7 +27,7 @@ static hsr_status in_range(const char *name, int32_t value, int32_t lo, int32_t 
     return hsri_fail(err, HSR_E_INVALID, "%s is %d, allowed are %d to %d", name, value, lo, hi);
 }
 
-static hsr_status check_opts(const hsr_engine_opts *o, hsr_error *err)
+hsr_status hsri_check_engine_opts(const hsr_engine_opts *o, hsr_error *err)
 {
     HSRI_TRY(in_range("n_threads", o->n_threads, 0, MAX_THREADS, err));
     HSRI_TRY(in_range("isa", o->isa, HSR_ISA_AUTO, HSR_ISA_AMX, err));
@@ -62,7 +63,7 @@ hsr_status hsr_engine_create(hsr_model *model, const hsr_engine_opts *opts, hsr_
     hsr_engine_opts_init(&known, sizeof known);
     if (opts)
         HSRI_TRY(hsri_struct_in(&known, sizeof known, opts, "hsr_engine_opts", err));
-    HSRI_TRY(check_opts(&known, err));
+    HSRI_TRY(hsri_check_engine_opts(&known, err));
     return hsri_engine_create(model, &known, engine, err);
 }
 

@@ -2,6 +2,7 @@
 /* Public entry points about sessions: check the arguments, keep second threads out, call inward. */
 #include <string.h>
 
+#include "api/options.h"
 #include "api/structs.h"
 #include "engine/engine.h"
 #include "engine/persist.h"
@@ -29,7 +30,7 @@ static hsr_status check_pages(const char *name, int32_t tokens, int32_t lowest, 
     return hsri_fail(err, HSR_E_INVALID, "%s is %d, allowed are multiples of %u from %d on", name, tokens, HSRI_PAGE_TOKENS, lowest);
 }
 
-static hsr_status check_opts(const hsr_session_opts *o, hsr_error *err)
+hsr_status hsri_check_session_opts(const hsr_session_opts *o, hsr_error *err)
 {
     if (o->kv_format < HSR_KV_AUTO || o->kv_format > HSR_KV_VTQ)
         return hsri_fail(err, HSR_E_INVALID, "kv_format is %d, this library knows %d to %d", o->kv_format, HSR_KV_AUTO, HSR_KV_VTQ);
@@ -85,7 +86,7 @@ hsr_status hsr_session_create(hsr_engine *e, const hsr_session_opts *opts, hsr_s
     hsr_session_opts_init(&known, sizeof known);
     if (opts)
         HSRI_TRY(hsri_struct_in(&known, sizeof known, opts, "hsr_session_opts", err));
-    HSRI_TRY(check_opts(&known, err));
+    HSRI_TRY(hsri_check_session_opts(&known, err));
     hsri_engine_enter(e);
     hsr_status st = hsri_session_create(e, &known, session, err);
     hsri_engine_leave(e);
@@ -184,6 +185,19 @@ hsr_status hsr_session_observe(hsr_session *s, int32_t what, int32_t layer, uint
     hsr_status st = check_observe(s, what, layer, first, n, out, size, err);
     if (st == HSR_OK)
         st = hsri_session_observe(s, what, layer, first, n, out, err);
+    hsri_engine_leave(s->engine);
+    return leave(s, st);
+}
+
+hsr_status hsr_session_fill(hsr_session *s, uint64_t n, uint64_t seed, hsr_error *err)
+{
+    HSRI_TRY(enter(s, "hsr_session_fill", err));
+    hsri_engine_enter(s->engine);
+    hsr_status st = hsri_session_admit_fill(s, n, err);
+    if (st == HSR_OK)
+        st = hsri_session_fill(s, n, seed, err);
+    if (st < 0)
+        hsri_cache_unadmit(s->cache, s->n_tokens);
     hsri_engine_leave(s->engine);
     return leave(s, st);
 }

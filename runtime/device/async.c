@@ -233,6 +233,10 @@ static void run_seal(hsri_queue *q, const args *u) { q->dev->ops.seal(q, &u->sea
 
 static void async_seal(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n) { PUSH(q, run_seal, seal, *kv, list, n); }
 
+static void run_cluster(hsri_queue *q, const args *u) { q->dev->ops.cluster(q, &u->seal.kv, u->seal.list, u->seal.n); }
+
+static void async_cluster(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n) { PUSH(q, run_cluster, seal, *kv, list, n); }
+
 static void run_attend(hsri_queue *q, const args *u)
 {
     const attend_args *a = &u->attend;
@@ -548,7 +552,7 @@ static void fill_ops(hsri_ops *ops)
 {
     *ops = (hsri_ops){
         .embed = async_embed, .gather_rows = async_gather_rows, .rope_table = async_rope_table, .rms_norm = async_rms_norm,
-        .linear = async_linear, .add = async_add, .silu_mul = async_silu_mul, .rope_append = async_rope_append, .seal = async_seal,
+        .linear = async_linear, .add = async_add, .silu_mul = async_silu_mul, .rope_append = async_rope_append, .seal = async_seal, .cluster = async_cluster,
         .attend = async_attend, .attend_fixed = async_attend_fixed, .attend_list = async_attend_list,
         .rotate = async_rotate, .select = async_select, .merge = async_merge, .sample = async_sample, .check_finite = async_check_finite,
         .norm_linear = async_norm_linear, .qkv_rope_append = async_qkv_rope_append, .gate_up_silu = async_gate_up_silu,

@@ -53,6 +53,8 @@ typedef struct hsri_seq {
     hsri_ref table;         /* uint32 entries of plain pages */
     hsri_ref sealed;        /* uint32 entries of encoded pages */
     hsri_ref index;         /* uint32 slabs: of slab k at [(k * n_layers + layer) * n_kv_heads + head], block << 8 | slab inside the block */
+    hsri_ref clusters;      /* uint32 records of segments: the same, slots of hsri_cluster_slot_bytes. A query may read those of the segments that
+                             * its selectable pages fill; all of these exist */
     uint32_t rope_table;    /* which of the rope tables: index into the inv_freq buffer, [rope_table][r/2] */
     uint32_t kv_type;       /* hsri_kv_type of plain pages */
     uint32_t format;        /* hsri_kv_type of sealed pages */
@@ -124,6 +126,15 @@ typedef struct hsri_seal {
     hsri_index_shape index_shape;
 } hsri_seal;
 
+/* A segment whose clusters are to be made, once, from the index entries of its pages; device array. */
+typedef struct hsri_cluster {
+    hsri_ref index;         /* as in hsri_seq */
+    uint32_t record;        /* where it goes: block << 8 | slot inside the block */
+    uint32_t first_page;
+    uint16_t layer, head;
+    hsri_index_shape index_shape;
+} hsri_cluster;
+
 typedef struct hsri_device hsri_device;
 typedef struct hsri_queue  hsri_queue;
 
@@ -150,6 +161,8 @@ typedef struct hsri_ops {
                         hsri_ref q_norm, hsri_ref k_norm, float eps, const hsri_rope *rope, hsri_ref q_out);
     /* encode and index n pages, and write their headers; list = hsri_seal[n] */
     void (*seal)(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n);
+    /* make the cluster records of n segments of one layer and kv head each; list = hsri_cluster[n] */
+    void (*cluster)(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n);
     /* Partial attention over dense groups [g0, g1) (runs of HSRI_GROUP_TOKENS positions), causal: partial of (row, head, group g) is
      * part[(row * n_heads + head) * (g1 - g0) + g - g0] = { m, l, o[d] } with m = max of scale*q.k, l = sum of exp(s - m),
      * o = sum of exp(s - m) v. A group that starts beyond the row's position gives m = -inf, l = 0, o = 0. */

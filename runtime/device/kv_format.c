@@ -50,3 +50,20 @@ void hsri_index_shape_fill(hsri_index_shape *shape)
     shape->entry_bytes = entry_bytes(shape);
     shape->per_slab = shape->entry_bytes ? HSRI_SLAB_BYTES / shape->entry_bytes : 0;
 }
+
+hsri_cluster_layout hsri_cluster_layout_of(const hsri_index_shape *shape)
+{
+    hsri_cluster_layout at = { .n = (uint32_t)hsri_min(HSRI_CLUSTER_COMPONENTS, shape->n_4bit + shape->n_2bit) };
+
+    at.scales = (uint32_t)(shape->head_dim * sizeof(float));
+    at.starts = at.scales + at.n * (uint32_t)sizeof(float);
+    at.codes = (uint32_t)hsri_round_up(at.starts + (HSRI_SEGMENT_CLUSTERS + 1) * sizeof(uint16_t), 64);
+    at.positions = at.codes + HSRI_SEGMENT_CLUSTERS * at.n / 2;
+    at.bytes = at.positions + HSRI_SEGMENT_TOKENS * (uint32_t)sizeof(uint16_t);
+    return at;
+}
+
+uint32_t hsri_cluster_slot_bytes(const hsri_index_shape *shape)
+{
+    return shape->kind == HSRI_INDEX_SKETCH && shape->clusters ? (uint32_t)hsri_round_up(hsri_cluster_layout_of(shape).bytes, 4096) : 0;
+}

@@ -109,9 +109,42 @@ typedef struct hsri_index_shape {
     uint32_t n_4bit, n_2bit;  /* sketch components: multiples of 8 (4 bits) and of 16 (2 bits), n_4bit + n_2bit <= d; default 24 and 0 */
     uint32_t entry_bytes;     /* multiple of 64; 0 for NONE */
     uint32_t per_slab;
+    uint32_t clusters;        /* sketch: nonzero if there are cluster records, too */
 } hsri_index_shape;
 
 /* Fill the sizes from kind, head_dim, n_4bit and n_2bit. */
 void hsri_index_shape_fill(hsri_index_shape *shape);
+
+/* ---- clusters ------------------------------------------------------------------------------------------------- */
+
+/* A segment is 128 pages, counted from the first that is not a sink page. Once all of them are indexed, its tokens are put into clusters by
+ * their sketches, and a record of each (layer, kv head) says where those lie. */
+#define HSRI_SEGMENT_PAGES      128u
+#define HSRI_SEGMENT_TOKENS     (HSRI_SEGMENT_PAGES * HSRI_PAGE_TOKENS)
+#define HSRI_SEGMENT_CLUSTERS   1024u
+#define HSRI_CLUSTER_COMPONENTS 24u     /* at most, and never more than the sketch has */
+
+/* Where the parts of a cluster record are:
+ *   mean       float[d]: mean key of the segment
+ *   scales     float[n]: component c of a cluster's centre is that of the segment's mean + (code - 7.5) scales[c]; the components behind
+ *              are the mean's
+ *   starts     uint16[1025]: cluster i has positions [starts[i], starts[i + 1]); clusters may be empty
+ *   codes      4 bits, sets of 8 components: dword i of set s has components 8s + 4j + k of cluster i in nibble j of byte k
+ *   positions  uint16[8192]: tokens of the segment, cluster by cluster, ascending within one */
+typedef struct hsri_cluster_layout {
+    uint32_t n;                   /* components: a multiple of 8 */
+    uint32_t mean, scales, starts, codes, positions, bytes;
+} hsri_cluster_layout;
+
+hsri_cluster_layout hsri_cluster_layout_of(const hsri_index_shape *shape);
+
+/* Stride of the slots that records are kept in, inside blocks of the pool; 0: there are none. */
+uint32_t hsri_cluster_slot_bytes(const hsri_index_shape *shape);
+
+/* Whole segments in the first n_pages pages. */
+static inline uint64_t hsri_segments(uint64_t n_pages, uint64_t sink_pages)
+{
+    return n_pages > sink_pages ? (n_pages - sink_pages) / HSRI_SEGMENT_PAGES : 0;
+}
 
 #endif

@@ -12,15 +12,16 @@
 /* Time that ending an engine gives transfers under way. */
 #define END_MS 10000u
 
-/* Half of what is free where the file goes. */
-static hsr_status choose_bytes(hsr_engine *e, hsr_error *err)
+/* Without a size: half of what is free where the file goes. */
+hsr_status hsri_cold_bytes(const hsr_engine_opts *o, uint64_t *bytes, hsr_error *err)
 {
     struct statvfs fs;
-    if (e->opts.cold_bytes)
+    *bytes = o->cold_bytes;
+    if (!o->cold_dir || o->cold_bytes)
         return HSR_OK;
-    if (statvfs(e->cold_dir, &fs) < 0)
-        return hsri_fail_sys(err, HSR_E_IO, errno, "cold_dir %s", e->cold_dir);
-    e->opts.cold_bytes = hsri_max((uint64_t)fs.f_bavail * fs.f_frsize / 2, HSRI_BLOCK_BYTES);
+    if (statvfs(o->cold_dir, &fs) < 0)
+        return hsri_fail_sys(err, HSR_E_IO, errno, "cold_dir %s", o->cold_dir);
+    *bytes = hsri_max((uint64_t)fs.f_bavail * fs.f_frsize / 2, HSRI_BLOCK_BYTES);
     return HSR_OK;
 }
 
@@ -47,7 +48,7 @@ hsr_status hsri_cold_create(hsr_engine *e, hsr_error *err)
     if (!e->cold_dir)
         return hsri_fail(err, HSR_E_NOMEM, "no memory for the name of cold_dir");
     strcpy(e->cold_dir, o->cold_dir);
-    HSRI_TRY(choose_bytes(e, err));
+    HSRI_TRY(hsri_cold_bytes(o, &e->opts.cold_bytes, err));
     const hsri_tiers_opts opts = {
         .pool = e->pool, .memory = e->dev->host_range(e->dev, hsri_pool_buf(e->pool)), .head_dim = e->model->hp.head_dim,
         .mover = {

@@ -36,18 +36,25 @@ static hsr_status create_weights(hsr_engine *e, hsr_error *err)
     return hsri_weights_bind(e->model, buf, &e->weights, err);
 }
 
+hsr_status hsri_pool_bytes(const hsr_engine_opts *o, uint64_t *bytes, hsr_error *err)
+{
+    const uint64_t total = hsri_memory_total();
+    if (total && (o->hot_bytes > total || o->warm_bytes > total - o->hot_bytes))
+        return hsri_fail(err, HSR_E_INVALID, "hot_bytes is %llu and warm_bytes %llu, but the machine has %llu bytes of memory",
+                         (unsigned long long)o->hot_bytes, (unsigned long long)o->warm_bytes, (unsigned long long)total);
+    *bytes = o->hot_bytes;
+    if (*bytes == 0)
+        *bytes = hsri_min(hsri_max(hsri_memory_available() / 2, 64ull << 20), 1ull << 42);
+    *bytes += o->warm_bytes;
+    return HSR_OK;
+}
+
 static hsr_status create_pool(hsr_engine *e, hsr_error *err)
 {
     const hsri_hparams *hp = &e->model->hp;
-    uint64_t bytes = e->opts.hot_bytes, total = hsri_memory_total();
-    if (total && (bytes > total || e->opts.warm_bytes > total - bytes))
-        return hsri_fail(err, HSR_E_INVALID, "hot_bytes is %llu and warm_bytes %llu, but the machine has %llu bytes of memory", (unsigned long long)bytes,
-                         (unsigned long long)e->opts.warm_bytes, (unsigned long long)total);
-    if (bytes == 0) {
-        bytes = hsri_memory_available() / 2;
-        bytes = hsri_min(hsri_max(bytes, 64ull << 20), 1ull << 42);
-    }
-    HSRI_TRY(hsri_pool_create(e->dev, bytes + e->opts.warm_bytes, &e->pool, err));
+    uint64_t bytes;
+    HSRI_TRY(hsri_pool_bytes(&e->opts, &bytes, err));
+    HSRI_TRY(hsri_pool_create(e->dev, bytes, &e->pool, err));
     hsri_kv_shape_init(&e->shape, e->pool, hp->n_layers, hp->n_kv_heads, hp->head_dim);
     return HSR_OK;
 }

@@ -178,6 +178,7 @@ struct hsr_engine {
 
 hsr_status hsri_engine_create(hsr_model *model, const hsr_engine_opts *opts, hsr_engine **engine, hsr_error *err);
 hsr_status hsri_engine_destroy(hsr_engine *engine, hsr_error *err);
+hsr_status hsri_pool_bytes(const hsr_engine_opts *opts, uint64_t *bytes, hsr_error *err);   /* of the KV pool of hot and warm memory */
 hsr_status hsri_engine_check_fork(const hsr_engine *engine, hsr_error *err);
 
 /* Profiles, for good. The lock is held through hsri_engine_enter. */
@@ -195,6 +196,7 @@ void hsri_engine_advance(hsr_engine *engine);
 /* ---- cold.c: the cold tier ---- */
 
 hsr_status hsri_cold_create(hsr_engine *engine, hsr_error *err);
+hsr_status hsri_cold_bytes(const hsr_engine_opts *opts, uint64_t *bytes, hsr_error *err);   /* of the cold file; 0: there is none */
 bool hsri_cold_destroy(hsr_engine *engine);      /* false: a transfer did not end, the pool's memory must stay */
 void hsri_cold_publish(hsr_engine *engine);
 
@@ -214,12 +216,20 @@ hsr_status hsri_step_run(hsr_engine *engine);
 
 /* ---- session.c: lock held through hsri_engine_enter unless it says otherwise ---- */
 
+/* What is fixed at creation, from opts that were checked one by one; the context first. Also of sessions that are only planned. */
+hsr_status hsri_session_check_context(const hsr_engine *engine, hsr_session_opts *opts, hsr_error *err);
+hsr_status hsri_session_choose(hsr_session *session, hsr_error *err);
+hsri_cache_opts hsri_session_cache_opts(const hsr_session *session);    /* but for the lineage */
+
 hsr_status hsri_session_create(hsr_engine *engine, const hsr_session_opts *opts, hsr_session **session, hsr_error *err);
 void hsri_session_destroy(hsr_session *session);
 hsr_status hsri_session_append(hsr_session *session, const int32_t *ids, uint64_t n, hsr_error *err);
 hsr_status hsri_session_generate(hsr_session *session, const hsr_request *request, hsr_error *err);
 hsr_status hsri_session_set_profile(hsr_session *session, int32_t id, hsr_error *err);
 hsr_status hsri_session_observe(hsr_session *session, int32_t what, int32_t layer, uint64_t first, uint64_t n, float *out, hsr_error *err);
+/* After an admitted append of n tokens whose ids are to be sampled: fill.c. */
+hsr_status hsri_session_fill(hsr_session *session, uint64_t n, uint64_t seed, hsr_error *err);
+hsr_status hsri_session_admit_fill(hsr_session *session, uint64_t n, hsr_error *err);
 /* Appends that are computed, or that are not to be, are no longer waited for. */
 void hsri_session_trim_appended(hsr_session *session);
 hsr_status hsri_session_fork(hsr_session *session, hsr_session **fork, hsr_error *err);

@@ -57,8 +57,7 @@ static hsr_status choose_index(hsr_session *s, hsr_error *err)
     return HSR_OK;
 }
 
-/* What is fixed at creation, from opts that were checked one by one. */
-static hsr_status choose(hsr_session *s, hsr_error *err)
+hsr_status hsri_session_choose(hsr_session *s, hsr_error *err)
 {
     HSRI_TRY(choose_format(s, err));
     s->profile_id = s->opts.profile;
@@ -66,7 +65,7 @@ static hsr_status choose(hsr_session *s, hsr_error *err)
     return choose_index(s, err);
 }
 
-static hsr_status check_context(const hsr_engine *e, hsr_session_opts *o, hsr_error *err)
+hsr_status hsri_session_check_context(const hsr_engine *e, hsr_session_opts *o, hsr_error *err)
 {
     const int64_t trained = e->model->hp.context_length;
     if (o->context == 0)
@@ -107,7 +106,7 @@ static hsr_status new_session(hsr_engine *e, const hsr_session_opts *opts, hsr_s
     s->error.struct_size = sizeof s->error;
     atomic_init(&s->entered, false);
     s->slot = e->free_slots[e->n_free_slots - 1];
-    hsr_status st = choose(s, err);
+    hsr_status st = hsri_session_choose(s, err);
     if (st == HSR_OK)
         st = set_rope(s, err);
     if (st < 0) {
@@ -126,19 +125,27 @@ static void list_session(hsr_session *s)
     e->sessions[e->n_sessions++] = s;
 }
 
+hsri_cache_opts hsri_session_cache_opts(const hsr_session *s)
+{
+    const hsr_engine *e = s->engine;
+    return (hsri_cache_opts){
+        .type = s->kv_type, .format = s->format, .index = s->index_shape, .window_pages = (uint32_t)s->opts.window_size / HSRI_PAGE_TOKENS,
+        .sink_pages = (uint32_t)s->opts.sink_size / HSRI_PAGE_TOKENS, .tiers = e->tiers,
+        .chunk_tokens = (uint32_t)hsri_max((uint64_t)e->opts.chunk_tokens, HSRI_PICK_ROWS),
+        /* A request may compute the last token once more. */
+        .rollback_tokens = hsri_max((uint64_t)s->opts.rollback_tokens, 1),
+    };
+}
+
 hsr_status hsri_session_create(hsr_engine *e, const hsr_session_opts *opts, hsr_session **out, hsr_error *err)
 {
     hsr_session_opts o = *opts;
     hsr_session *s;
 
-    HSRI_TRY(check_context(e, &o, err));
+    HSRI_TRY(hsri_session_check_context(e, &o, err));
     HSRI_TRY(new_session(e, &o, &s, err));
-    hsri_cache_opts c = {
-        .type = s->kv_type, .format = s->format, .index = s->index_shape, .window_pages = (uint32_t)o.window_size / HSRI_PAGE_TOKENS, .sink_pages = (uint32_t)o.sink_size / HSRI_PAGE_TOKENS,
-        .tiers = e->tiers, .chunk_tokens = (uint32_t)hsri_max((uint64_t)e->opts.chunk_tokens, HSRI_PICK_ROWS),
-        /* A request may compute the last token once more. */
-        .rollback_tokens = hsri_max((uint64_t)o.rollback_tokens, 1), .lineage = ++e->n_lineages,
-    };
+    hsri_cache_opts c = hsri_session_cache_opts(s);
+    c.lineage = ++e->n_lineages;
     hsr_status st = hsri_cache_create(e->dev, e->pool, &e->shape, &c, &s->cache, err);
     if (st < 0) {
         free(s);
@@ -249,6 +256,17 @@ hsr_status hsri_session_append(hsr_session *s, const int32_t *ids, uint64_t n, h
     s->n_tokens += n;
     s->target = s->n_tokens;
     return HSR_OK;
+}
+
+hsr_status hsri_session_admit_fill(hsr_session *s, uint64_t n, hsr_error *err)
+{
+    HSRI_TRY(check_usable(s, "fill", err));
+    if (s->n_computed == 0 || hsri_session_has_work(s) || s->n_computed != s->n_tokens)
+        return hsri_fail(err, HSR_E_STATE, "fill: the session must have computed tokens to sample from, and no others");
+    if (n > s->context || s->n_tokens + n > s->context)
+        return hsri_fail(err, HSR_E_CONTEXT, "%llu tokens after %llu do not fit a context of %llu", (unsigned long long)n,
+                         (unsigned long long)s->n_tokens, (unsigned long long)s->context);
+    return make_room(s, s->n_tokens + n, s->n_tokens + n, err);
 }
 
 /* Forget the KV of positions from n on, not the ids. */

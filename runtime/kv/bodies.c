@@ -10,25 +10,46 @@
 /* After a failed write, none is started ahead of need for so long: a full disk is not asked at every step. */
 #define WRITE_PAUSE_NS  1000000000u
 #define COLLECT         64u
+/* Blocks whose frames only demand may take. */
+#define KEPT_BLOCKS     2u
 
-static void count(hsri_tiers *t, uint8_t state, uint64_t n)
+static void count(hsri_tiers *t, const hsri_body *b, uint64_t n)
 {
-    if (state == HSRI_PAGE_HOT)
-        t->n_dirty += n;
-    if (state == HSRI_PAGE_HOT_WRITE)
+    switch (b->state) {
+    case HSRI_PAGE_HOT:
+        t->n_dirty += b->family->homed ? n : 0;
+        break;
+    case HSRI_PAGE_HOT_WRITE:
         t->n_writing += n;
-    if (state == HSRI_PAGE_HOME || state == HSRI_PAGE_HOME_READ || state == HSRI_PAGE_LOST)
+        break;
+    case HSRI_PAGE_HOT_HOME:
+        t->n_clean += n;
+        break;
+    case HSRI_PAGE_HOME:
+    case HSRI_PAGE_HOME_READ:
+    case HSRI_PAGE_LOST:
         t->n_absent += n;
+        break;
+    default:
+        break;
+    }
 }
 
 /* Every change of a state, and the counters that follow it. */
 static void change(hsri_tiers *t, hsri_body *b, hsri_page_event event)
 {
-    count(t, b->state, UINT64_MAX);     /* one fewer */
+    count(t, b, UINT64_MAX);     /* one fewer */
     hsr_status allowed = hsri_page_move(&b->state, event, NULL);
     assert(allowed == HSR_OK);
     (void)allowed;
-    count(t, b->state, 1);
+    count(t, b, 1);
+}
+
+void hsri_count_dirty(hsri_tiers *t, const hsri_family *f, bool homed)
+{
+    for (size_t i = 0; i < t->n_bodies; i++)
+        if (t->bodies[i].family == f && t->bodies[i].state == HSRI_PAGE_HOT)
+            t->n_dirty += homed ? 1 : UINT64_MAX;
 }
 
 /* ---- frames ---- */
@@ -218,7 +239,7 @@ bool hsri_body_write(hsri_tiers *t, uint32_t body, hsri_move_priority priority)
     hsri_shelf *shelf = hsri_shelf_of(t, b);
     if (b->state != HSRI_PAGE_HOT || b->move != HSRI_NO_MOVE || !b->family->homed)
         return false;
-    if (b->home == HSRI_NO_SLOT && hsri_slots_take(&shelf->homes, &b->home, NULL) < 0)
+    if (b->home == HSRI_NO_SLOT && hsri_slots_take_near(&shelf->homes, &shelf->near[b->layer % HSRI_N_NEAR], &b->home, NULL) < 0)
         return false;
     if (!submit(t, body, HSRI_MOVE_WRITE, priority))
         return false;
@@ -266,12 +287,14 @@ static void read_ended(hsri_tiers *t, uint32_t body, const hsri_moved *moved)
     }
 }
 
-static void write_ended(hsri_tiers *t, hsri_body *b, const hsri_moved *moved)
+static void write_ended(hsri_tiers *t, uint32_t body, const hsri_moved *moved)
 {
+    hsri_body *b = &t->bodies[body];
     if (b->state != HSRI_PAGE_HOT_WRITE)    /* given up while it was under way: written again when the time comes */
         return;
     if (moved->status == HSR_OK) {
         change(t, b, HSRI_PAGE_EV_DURABLE);
+        t->fresh[t->n_fresh++ % HSRI_N_FRESH] = body;
         t->stats.writes++;
         t->stats.written_bytes += moved->move.slot_bytes;
         return;
@@ -319,7 +342,7 @@ static void take_in(hsri_tiers *t, const hsri_moved *moved)
     if (moved->move.kind == HSRI_MOVE_READ)
         read_ended(t, body, moved);
     else
-        write_ended(t, b, moved);
+        write_ended(t, body, moved);
     bool hung = b->hung;
     b->hung = false;
     if (b->refs == 0) {
@@ -399,6 +422,9 @@ hsr_status hsri_body_pin(hsri_tiers *t, uint32_t body, hsri_move_priority priori
         return lost(t, err);
     bool there = hsri_body_in_memory(b);
     if (b->state == HSRI_PAGE_HOME) {
+        const hsri_shelf *shelf = hsri_shelf_of(t, b);
+        if (priority != HSRI_MOVE_DEMAND && hsri_frames_at_once(t, shelf) < KEPT_BLOCKS * shelf->frames.per_block)
+            return HSR_AGAIN;
         hsr_status status = begin_read(t, body, priority, wait, err);
         if (status != HSR_OK)
             return status;

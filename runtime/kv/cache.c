@@ -62,15 +62,6 @@ static uint32_t largest_slot(const hsri_cache *cache)
 }
 #endif
 
-/* What a session needs in memory at a time once its other pages may be elsewhere: the pages that are encoded and not sealed yet,
- * and twice what one head group reads of one layer, so that reading goes on while computing. */
-static uint64_t working_set(const hsri_cache *cache)
-{
-    const hsri_cache_opts *opts = &cache->opts;
-    uint64_t pages = hsri_seal_window(opts) - opts->window_pages + (opts->chunk_tokens + 2ull * (HSRI_PAGE_TOKENS - 1)) / HSRI_PAGE_TOKENS + 1;
-    return pages * cache->per_page + 2ull * HSRI_GROUP_TOKENS / HSRI_PAGE_TOKENS * cache->shape->n_kv_heads;
-}
-
 /* A member of `parent`'s lineage, or the first of a new one. */
 static hsr_status join_family(hsri_cache *cache, hsri_cache *parent, hsr_error *err)
 {
@@ -80,7 +71,7 @@ static hsr_status join_family(hsri_cache *cache, hsri_cache *parent, hsr_error *
     if (!tiers)
         return HSR_OK;
     if (!parent)
-        return hsri_family_create(tiers, cache->opts.format, cache->opts.lineage, working_set(cache), &cache->family, err);
+        return hsri_family_create(tiers, cache->opts.format, cache->opts.lineage, hsri_kv_working_set(cache->shape, &cache->opts), &cache->family, err);
     HSRI_TRY(hsri_family_join(parent->family, err));
     cache->family = parent->family;
     return HSR_OK;
@@ -91,7 +82,7 @@ static hsr_status create(hsri_device *dev, hsri_pool *pool, const hsri_kv_shape 
 {
     *out = NULL;
     hsri_cache_opts opts = *given;
-    if (!hsri_seals_apart(&opts))
+    if (hsri_kv_is_plain(opts.format))
         opts.format = opts.type;
     HSRI_TRY(check_opts(shape, &opts, err));
 

@@ -52,6 +52,16 @@ typedef struct hsri_cache_opts {
  * do. Sealed pages have slots of their own if the format is an encoded one or there are tiers. */
 uint64_t hsri_kv_blocks_for(const hsri_kv_shape *shape, const hsri_cache_opts *opts, uint64_t n_tokens);
 
+/* Page slots that a session needs in memory at a time once its sealed pages may be elsewhere. */
+uint64_t hsri_kv_working_set(const hsri_kv_shape *shape, const hsri_cache_opts *opts);
+
+/* What is in these blocks: slots of pages as written, of sealed pages that have their own, of slabs. */
+typedef struct hsri_kv_need {
+    uint64_t plain, sealed, index;
+} hsri_kv_need;
+
+hsri_kv_need hsri_kv_slots_for(const hsri_kv_shape *shape, const hsri_cache_opts *opts, uint64_t n_tokens);
+
 typedef struct hsri_cache hsri_cache;
 
 /* Kinds of slots, each with blocks of its own. */

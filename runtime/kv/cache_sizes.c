@@ -63,29 +63,47 @@ uint64_t hsri_ring_pages(const hsri_cache_opts *opts)
     return opts->sink_pages + window + (opts->chunk_tokens + 2ull * (HSRI_PAGE_TOKENS - 1)) / HSRI_PAGE_TOKENS;
 }
 
-/* UINT64_MAX if the product is not a number. */
-static uint64_t blocks_of(uint64_t rows, uint64_t per_row, uint32_t per_block)
+/* At most UINT64_MAX. */
+static uint64_t slots_of(uint64_t rows, const hsri_kv_shape *shape)
 {
     uint64_t slots;
-    if (rows == 0)
-        return 0;
-    if (per_block == 0 || __builtin_mul_overflow(rows, per_row, &slots))
-        return UINT64_MAX;
-    return slots / per_block + (slots % per_block != 0);
+    return __builtin_mul_overflow(rows, (uint64_t)shape->n_layers * shape->n_kv_heads, &slots) ? UINT64_MAX : slots;
 }
 
-uint64_t hsri_kv_blocks_for(const hsri_kv_shape *shape, const hsri_cache_opts *given, uint64_t n_tokens)
+hsri_kv_need hsri_kv_slots_for(const hsri_kv_shape *shape, const hsri_cache_opts *opts, uint64_t n_tokens)
 {
-    hsri_cache_opts opts = *given;
-    if (hsri_kv_is_plain(opts.format))
-        opts.format = opts.type;
-    uint64_t per_page = (uint64_t)shape->n_layers * shape->n_kv_heads, end = hsri_encoded_end_of(&opts, n_tokens);
-    uint64_t plain_rows = hsri_min(hsri_pages_of(n_tokens), hsri_ring_pages(&opts));
-    uint64_t plain = blocks_of(plain_rows, per_page, hsri_kv_slots_per_block(opts.type, shape->head_dim));
-    uint64_t encoded = 0, index = blocks_of(hsri_index_rows(&opts, end), per_page, HSRI_SLABS_PER_BLOCK), sum;
-    if (hsri_seals_apart(&opts))
-        encoded = blocks_of(end - opts.sink_pages, per_page, hsri_kv_slots_per_block(opts.format, shape->head_dim));
-    if (__builtin_add_overflow(plain, encoded, &sum) || __builtin_add_overflow(sum, index, &sum))
+    uint64_t end = hsri_encoded_end_of(opts, n_tokens);
+    return (hsri_kv_need){
+        .plain = slots_of(hsri_min(hsri_pages_of(n_tokens), hsri_ring_pages(opts)), shape),
+        .sealed = hsri_seals_apart(opts) ? slots_of(end - opts->sink_pages, shape) : 0,
+        .index = slots_of(hsri_index_rows(opts, end), shape),
+    };
+}
+
+/* UINT64_MAX if no number would do. */
+static uint64_t blocks_of(uint64_t slots, uint32_t per_block)
+{
+    if (slots == 0)
+        return 0;
+    return per_block == 0 || slots == UINT64_MAX ? UINT64_MAX : hsri_div_up(slots, per_block);
+}
+
+uint64_t hsri_kv_blocks_for(const hsri_kv_shape *shape, const hsri_cache_opts *opts, uint64_t n_tokens)
+{
+    const hsri_kv_need need = hsri_kv_slots_for(shape, opts, n_tokens);
+    const hsri_kv_type sealed_format = hsri_kv_is_plain(opts->format) ? opts->type : opts->format;
+    uint64_t plain = blocks_of(need.plain, hsri_kv_slots_per_block(opts->type, shape->head_dim));
+    uint64_t sealed = blocks_of(need.sealed, hsri_kv_slots_per_block(sealed_format, shape->head_dim));
+    uint64_t index = blocks_of(need.index, HSRI_SLABS_PER_BLOCK), sum;
+    if (__builtin_add_overflow(plain, sealed, &sum) || __builtin_add_overflow(sum, index, &sum))
         return UINT64_MAX;
     return sum;
+}
+
+/* Pages that are encoded and not sealed yet, and twice what one head group reads of one layer, so that reading goes on while
+ * computing. */
+uint64_t hsri_kv_working_set(const hsri_kv_shape *shape, const hsri_cache_opts *opts)
+{
+    uint64_t pages = hsri_seal_window(opts) - opts->window_pages + (opts->chunk_tokens + 2ull * (HSRI_PAGE_TOKENS - 1)) / HSRI_PAGE_TOKENS + 1;
+    return pages * shape->n_layers * shape->n_kv_heads + 2ull * HSRI_GROUP_TOKENS / HSRI_PAGE_TOKENS * shape->n_kv_heads;
 }

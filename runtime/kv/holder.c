@@ -185,11 +185,18 @@ static void look_ahead(hsri_holder *h, uint32_t layer, uint32_t group)
     }
 }
 
+/* How many groups a wave has at most. Where reading goes on while computing, waves are short: the next one is under way meanwhile. */
+static uint32_t wave_end(const hsri_holder *h, uint32_t g0, uint32_t g1, uint64_t misses)
+{
+    bool reading = hsri_tiers_misses(h->tiers) > misses;
+    return reading && h->depth ? (uint32_t)hsri_min(g1, (uint64_t)g0 + h->depth) : g1;
+}
+
 static hsr_status hold_dense(void *self, uint32_t layer, uint32_t g0, uint32_t *g1, hsr_error *err)
 {
     hsri_holder *h = self;
     HSRI_TRY(be_quiet(h, err));
-    uint64_t room = pin_room(h);
+    uint64_t room = pin_room(h), misses = hsri_tiers_misses(h->tiers);
     for (uint32_t g = g0; g < *g1; g++) {
         bool more = false;
         hsr_status status = pin_group(h, &h->held, layer, g, false, &more, err);
@@ -199,10 +206,9 @@ static hsr_status hold_dense(void *self, uint32_t layer, uint32_t g0, uint32_t *
         }
         if (status < 0)
             return status;
-        if (status == HSR_AGAIN || h->held.n > room) {
+        if (status == HSR_AGAIN || h->held.n > room)
             *g1 = status == HSR_AGAIN ? g : g + 1;
-            break;
-        }
+        *g1 = wave_end(h, g0, *g1, misses);
     }
     unpin_from(h, &h->ahead, 0);
     HSRI_TRY(arrive(h, err));
@@ -224,7 +230,7 @@ static hsr_status read_lists(hsri_holder *h, const hsri_lists *lists, hsr_error 
 }
 
 /* Pin one list group of one pick and head. */
-static hsr_status pin_list(hsri_holder *h, uint32_t layer, uint32_t seq, uint32_t head, const uint32_t *units, uint32_t n, bool wait, hsr_error *err)
+static hsr_status pin_list(hsri_holder *h, pins *p, uint32_t layer, uint32_t seq, uint32_t head, const uint32_t *units, uint32_t n, bool wait, hsr_error *err)
 {
     for (uint32_t i = 0; i < n; i++) {
         uint32_t page = units[i] / HSRI_PAGE_UNITS;
@@ -232,23 +238,23 @@ static hsr_status pin_list(hsri_holder *h, uint32_t layer, uint32_t seq, uint32_
             continue;
         if (page >= sealed_end(h->step.caches[seq], UINT32_MAX))
             continue;
-        hsr_status status = pin(h, &h->held, seq, page, layer, head, wait, err);
+        hsr_status status = pin(h, p, seq, page, layer, head, wait, err);
         if (status != HSR_OK)
             return status;
     }
     return HSR_OK;
 }
 
-static hsr_status pin_list_group(hsri_holder *h, uint32_t layer, const hsri_lists *lists, uint32_t group, bool wait, hsr_error *err)
+static hsr_status pin_list_group(hsri_holder *h, pins *p, uint32_t layer, const hsri_lists *lists, uint32_t group, bool wait, hsr_error *err)
 {
     uint32_t n_heads = h->step.caches[0]->shape->n_kv_heads, first = group * HSRI_LIST_GROUP_UNITS;
-    size_t before = h->held.n;
+    size_t before = p->n;
     for (uint32_t i = 0; i < lists->n_picks * n_heads; i++) {
         uint32_t n = h->counts[i] > first ? (uint32_t)hsri_min(h->counts[i] - first, HSRI_LIST_GROUP_UNITS) : 0;
         uint32_t seq = h->step.pick_seqs[h->first_pick + i / n_heads];
-        hsr_status status = pin_list(h, layer, seq, i % n_heads, h->units + (size_t)i * lists->stride + first, n, wait, err);
+        hsr_status status = pin_list(h, p, layer, seq, i % n_heads, h->units + (size_t)i * lists->stride + first, n, wait, err);
         if (status != HSR_OK) {
-            unpin_from(h, &h->held, before);
+            unpin_from(h, p, before);
             return status;
         }
     }
@@ -261,21 +267,24 @@ static hsr_status hold_lists(void *self, uint32_t layer, const hsri_lists *lists
     HSRI_TRY(be_quiet(h, err));
     if (g0 == 0)
         HSRI_TRY(read_lists(h, lists, err));
-    uint64_t room = pin_room(h);
+    uint64_t room = pin_room(h), misses = hsri_tiers_misses(h->tiers);
     for (uint32_t g = g0; g < *g1; g++) {
-        hsr_status status = pin_list_group(h, layer, lists, g, false, err);
+        hsr_status status = pin_list_group(h, &h->held, layer, lists, g, false, err);
         if (status == HSR_AGAIN && g == g0) {
             unpin_from(h, &h->ahead, 0);
-            status = pin_list_group(h, layer, lists, g, true, err);
+            status = pin_list_group(h, &h->held, layer, lists, g, true, err);
         }
         if (status < 0)
             return status;
-        if (status == HSR_AGAIN || h->held.n > room) {
+        if (status == HSR_AGAIN || h->held.n > room)
             *g1 = status == HSR_AGAIN ? g : g + 1;
-            break;
-        }
+        *g1 = wave_end(h, g0, *g1, misses);
     }
+    unpin_from(h, &h->ahead, 0);
     HSRI_TRY(arrive(h, err));
+    for (uint32_t i = 0, more = *g1; i < h->depth && h->ahead.n < room / 2; i++)
+        if (pin_list_group(h, &h->ahead, layer, lists, more++, false, NULL) != HSR_OK)
+            break;
     for (size_t i = 0; i < h->held.n; i++)      /* chosen by a query: that is what attention looks like from here */
         hsri_body_attended(h->tiers, h->held.bodies[i], 1);
     return HSR_OK;

@@ -497,17 +497,33 @@ uint32_t hsri_mover_submit(hsri_mover *m, const hsri_move *move, hsri_move_prior
     return id == NONE ? HSRI_NO_MOVE : id;
 }
 
+static void raise_job(hsri_mover *m, uint32_t id, hsri_move_priority priority)
+{
+    job *j = &m->jobs[id];
+    if (j->state != JOB_QUEUED || priority >= j->priority)
+        return;
+    list_remove(m, &m->queued[j->priority], id);
+    j->priority = (uint8_t)priority;
+    list_append(m, &m->queued[priority], id);
+}
+
 void hsri_mover_raise(hsri_mover *m, uint32_t id, hsri_move_priority priority)
 {
     pthread_mutex_lock(&m->lock);
-    job *j = &m->jobs[id];
-    if (j->state == JOB_QUEUED && priority < j->priority) {
-        list_remove(m, &m->queued[j->priority], id);
-        j->priority = (uint8_t)priority;
-        list_append(m, &m->queued[priority], id);
-    }
+    raise_job(m, id, priority);
     pthread_mutex_unlock(&m->lock);
     hsri_io_wake(m->io);
+}
+
+void hsri_mover_raise_writes(hsri_mover *m)
+{
+    pthread_mutex_lock(&m->lock);
+    for (uint32_t id = m->queued[HSRI_MOVE_BACKGROUND].first, next; id != NONE; id = next) {
+        next = m->jobs[id].next;
+        if (m->jobs[id].result.move.kind == HSRI_MOVE_WRITE)
+            raise_job(m, id, HSRI_MOVE_DEMAND);
+    }
+    pthread_mutex_unlock(&m->lock);
 }
 
 void hsri_mover_cancel(hsri_mover *m, uint32_t id)

@@ -78,6 +78,9 @@ uint32_t hsri_mover_submit(hsri_mover *mover, const hsri_move *move, hsri_move_p
 /* Serve it earlier, if it has not started. */
 void hsri_mover_raise(hsri_mover *mover, uint32_t id, hsri_move_priority priority);
 
+/* Writes that were ahead of need are waited for now. */
+void hsri_mover_raise_writes(hsri_mover *mover);
+
 /* End it as HSR_E_CANCELLED, if it has not started. It is reported either way. */
 void hsri_mover_cancel(hsri_mover *mover, uint32_t id);
 

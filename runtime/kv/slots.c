@@ -139,10 +139,25 @@ static hsr_status take_block(hsri_slots *slots, hsr_error *err)
     return HSR_OK;
 }
 
+/* The promised slot in an own block that has a free one. */
+static uint32_t take_in(hsri_slots *slots, hsri_held_block *held)
+{
+    held->n_used++;
+    slots->n_used++;
+    slots->n_free--;
+    slots->n_promised--;
+    return held->block << 8 | take_bit(held->used);
+}
+
+static hsr_status not_promised(hsr_error *err)
+{
+    return hsri_fail(err, HSR_E_INTERNAL, "a page slot was taken that was not promised");
+}
+
 hsr_status hsri_slots_take(hsri_slots *slots, uint32_t *entry, hsr_error *err)
 {
     if (slots->n_promised == 0)
-        return hsri_fail(err, HSR_E_INTERNAL, "a page slot was taken that was not promised");
+        return not_promised(err);
     if (slots->n_free == 0)
         HSRI_TRY(take_block(slots, err));
 
@@ -150,11 +165,35 @@ hsr_status hsri_slots_take(hsri_slots *slots, uint32_t *entry, hsr_error *err)
     while (held->n_used == slots->per_block || !is_own(slots, held->block))
         held++;
     slots->first_free = (size_t)(held - slots->blocks);
-    held->n_used++;
-    *entry = held->block << 8 | take_bit(held->used);
-    slots->n_used++;
-    slots->n_free--;
-    slots->n_promised--;
+    *entry = take_in(slots, held);
+    return HSR_OK;
+}
+
+static hsri_held_block *has_room(hsri_slots *slots, uint32_t block)
+{
+    size_t at = find(slots, block);
+    return holds(slots, at, block) && slots->blocks[at].n_used < slots->per_block && is_own(slots, block) ? &slots->blocks[at] : NULL;
+}
+
+hsr_status hsri_slots_take_near(hsri_slots *slots, uint32_t *near, uint32_t *entry, hsr_error *err)
+{
+    if (slots->n_promised == 0)
+        return not_promised(err);
+    hsri_held_block *held = has_room(slots, *near);
+    if (!held && hsri_pool_reserve(slots->pool, 1)) {
+        size_t first_free = slots->first_free;
+        slots->n_reserved++;
+        HSRI_TRY(take_block(slots, err));
+        held = &slots->blocks[slots->first_free];
+        slots->first_free = hsri_min(first_free, slots->first_free);
+    }
+    if (held) {
+        *entry = take_in(slots, held);
+        hsri_slots_promise(slots, slots->n_promised);      /* a block taken early is one less to reserve */
+    } else {
+        HSRI_TRY(hsri_slots_take(slots, entry, err));
+    }
+    *near = hsri_entry_block(*entry);
     return HSR_OK;
 }
 

@@ -54,6 +54,10 @@ bool hsri_slots_promise(hsri_slots *slots, uint64_t n_promised);
 /* Take a promised slot. HSR_E_NOMEM if the system refuses memory: nothing has changed then. */
 hsr_status hsri_slots_take(hsri_slots *slots, uint32_t *entry, hsr_error *err);
 
+/* The same, in block *near if it has a free slot, else in a new block if the pool has one to spare, else anywhere. *near becomes the
+ * slot's block. What is taken so lies together. */
+hsr_status hsri_slots_take_near(hsri_slots *slots, uint32_t *near, uint32_t *entry, hsr_error *err);
+
 /* Give a slot up; a block without pages returns to the pool. The promise is not changed: call hsri_slots_promise when done.
  * Returns the block if this leaves it with one other holder, else HSRI_NO_BLOCK. */
 uint32_t hsri_slots_drop(hsri_slots *slots, uint32_t entry);

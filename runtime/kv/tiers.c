@@ -61,6 +61,8 @@ static void fill_shelves(hsri_tiers *t)
         shelf->slot_bytes = (uint32_t)hsri_round_up(page_bytes, HSRI_IO_ALIGN);
         hsri_slots_init(&shelf->frames, t->opts.pool, HSRI_BLOCK_BYTES / shelf->slot_bytes);
         hsri_slots_init(&shelf->homes, t->home_pool, HSRI_BLOCK_BYTES / shelf->slot_bytes);
+        for (uint32_t layer = 0; layer < HSRI_N_NEAR; layer++)
+            shelf->near[layer] = HSRI_NO_BLOCK;
     }
 }
 
@@ -146,7 +148,7 @@ hsr_status hsri_tiers_destroy(hsri_tiers *t, uint64_t wait_ms, hsr_error *err)
 void hsri_tiers_poll(hsri_tiers *t)
 {
     hsri_tiers_collect(t, 0);
-    hsri_tiers_clean(t);
+    hsri_tiers_tidy(t);
 }
 
 bool hsri_tiers_must_hold(const hsri_tiers *t)
@@ -194,6 +196,8 @@ static void set_terms(hsri_family *f, const terms *to)
     shelf->homes_promised -= hsri_family_homes(f);
     f->tiers->n_homed += to->homed;
     f->tiers->n_homed -= f->homed;
+    if (to->homed != f->homed)
+        hsri_count_dirty(f->tiers, f, to->homed);
     f->n_members = to->n_members;
     f->missing = to->missing;
     f->homed = to->homed;
@@ -314,6 +318,11 @@ void hsri_family_tick(hsri_family *f, uint64_t n_tokens)
 }
 
 /* ---- statistics ---- */
+
+uint64_t hsri_tiers_misses(const hsri_tiers *t)
+{
+    return t->stats.misses;
+}
 
 static uint64_t wait_p99(const hsri_tiers *t)
 {

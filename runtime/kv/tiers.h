@@ -118,6 +118,9 @@ void hsri_body_unpin(hsri_tiers *tiers, uint32_t body);
 /* Wait until the pinned bodies are readable. On failure *lost is the index of one that is not. */
 hsr_status hsri_bodies_await(hsri_tiers *tiers, const uint32_t *bodies, size_t n, size_t *lost, hsr_error *err);
 
+/* Pages so far that were not in memory when they were held. */
+uint64_t hsri_tiers_misses(const hsri_tiers *tiers);
+
 /* Frames that may be pinned at a time without starving what must also be in memory. */
 uint64_t hsri_tiers_pin_room(const hsri_tiers *tiers, hsri_kv_type format);
 

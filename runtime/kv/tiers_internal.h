@@ -17,6 +17,8 @@
 /* Bits of the wait histogram: bucket i counts waits of 2^(i-1) to 2^i microseconds. */
 #define HSRI_WAIT_BUCKETS 32u
 
+#define HSRI_N_FRESH 256u
+
 typedef struct hsri_body {
     hsri_family    *family;
     hsri_importance row;
@@ -45,11 +47,14 @@ struct hsri_family {
     bool         homed;
 };
 
+#define HSRI_N_NEAR 256u
+
 /* Frames and homes of one format. */
 typedef struct hsri_shelf {
     uint32_t   slot_bytes, page_bytes;
     hsri_slots frames, homes;
     uint64_t   frames_promised, homes_promised;
+    uint32_t   near[HSRI_N_NEAR];/* of each layer (modulo): the extent that its homes are in, so that a layer is read in long runs */
 } hsri_shelf;
 
 struct hsri_tiers {
@@ -63,14 +68,19 @@ struct hsri_tiers {
     hsri_body      *bodies;
     size_t          bodies_cap, n_bodies;      /* n_bodies: used ever */
     uint32_t        first_unused;
-    uint64_t        n_alive, n_absent, n_dirty, n_writing;
+    uint64_t        n_alive, n_absent, n_writing;
+    uint64_t        n_dirty;     /* sealed, of families with homes, and neither at home nor on the way there */
+    uint64_t        n_clean;     /* in memory and at home */
     uint64_t        n_zombies;   /* dropped, with a transfer that has not ended and is not past its deadline */
     uint64_t        n_homed;     /* families with homes */
     uint64_t        epoch;       /* pages that have changed their frame since there were none at all */
     uint32_t       *resident;    /* bodies with a frame, in no order */
     size_t          resident_cap, n_resident;
     size_t          hand;        /* in resident: where the next look for pages to leave begins */
-    size_t          clean_hand;
+    size_t          clean_hand;  /* likewise, for pages to write */
+    size_t          read_hand;   /* in bodies: for pages to read ahead of need */
+    uint32_t        fresh[HSRI_N_FRESH];   /* bodies that have become clean lately: where to look first when few are */
+    uint32_t        n_fresh;     /* ever */
     uint32_t       *frame_bodies;/* of each frame of the pool: body */
     uint64_t        n_moves;     /* transfers under way */
 
@@ -116,6 +126,9 @@ uint32_t hsri_tiers_collect(hsri_tiers *t, uint64_t timeout_ms);
 /* Start writing a body home. False: no home, no room in the mover's queue. */
 bool hsri_body_write(hsri_tiers *t, uint32_t body, hsri_move_priority priority);
 
+/* A family was given homes, or they were taken back: its dirty pages count, or not. */
+void hsri_count_dirty(hsri_tiers *t, const hsri_family *f, bool homed);
+
 /* The frame is another one now, or none. */
 void hsri_body_set_frame(hsri_tiers *t, uint32_t body, uint32_t entry);
 
@@ -126,7 +139,12 @@ void hsri_body_drop_frame(hsri_tiers *t, uint32_t body);
 
 /* A frame for a body. HSR_AGAIN if there is none at once and `wait` is false. */
 hsr_status hsri_frame_take(hsri_tiers *t, hsri_shelf *shelf, bool wait, uint32_t *entry, hsr_error *err);
-void hsri_tiers_clean(hsri_tiers *t);
+
+/* Frames that can be had without waiting, of all formats. */
+uint64_t hsri_frames_at_once(const hsri_tiers *t, const hsri_shelf *shelf);
+
+/* Moves that nobody asked for: writing home, keeping frames free for demand, bringing back what has become important. */
+void hsri_tiers_tidy(hsri_tiers *t);
 
 float hsri_body_score(const hsri_tiers *t, const hsri_body *b);
 

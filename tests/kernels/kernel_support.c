@@ -230,14 +230,26 @@ static int clamp_round(double v, int low, int high)
     return v < low ? low : v > high ? high : (int)v;
 }
 
-/* To the nearest bf16, ties away from zero. */
-static float bf16_away(float f)
+/* The bits of f plus `add`, cut to a bf16. */
+static float cut_to_bf16(float f, uint32_t add)
 {
     uint32_t u;
     memcpy(&u, &f, sizeof u);
-    u = (u + 0x8000u) & 0xffff0000u;
+    u = (u + add) & 0xffff0000u;
     memcpy(&f, &u, sizeof f);
     return f;
+}
+
+/* The bf16 weights that levels with bf16 units make (docs/model-file.md). */
+static float rounded_q8(double scale, int code)
+{
+    return cut_to_bf16((float)(scale * code), 0x8000);
+}
+
+static float rounded_q4(double scale, double minimum, int code)
+{
+    float s = (float)scale * 0x1.00b8p+0f, m = (float)minimum * 0x1.00b8p+0f;
+    return cut_to_bf16(fmaf(s, (float)(16 + code), fmaf(-16.0f, s, m)), 0);
 }
 
 /* Pack inputs [k0, k0 + n_k) of output row n, n_k <= 32. */
@@ -272,12 +284,12 @@ static void pack_group(hsri_dtype dtype, uint8_t *data, const hsri_packed *w, ui
             int code = clamp_round(plain[k] / step, -127, 127);
             data[run * 512 + (k / 4 * 16 + lane) * 4 + k % 4] = (uint8_t)code;
             decoded[k] = s * code;
-            rounded[k] = bf16_away((float)decoded[k]);
+            rounded[k] = rounded_q8(s, code);
         } else {
             int code = clamp_round((plain[k] - m) / step, 0, 15);
             data[run * 256 + (k / 8 * 16 + lane) * 4 + k % 4] |= (uint8_t)(k % 8 < 4 ? code : code << 4);
             decoded[k] = s * code + m;
-            rounded[k] = bf16_away(fmaf((float)s, (float)(16 + code), fmaf(-16.0f, (float)s, (float)m)));
+            rounded[k] = rounded_q4(s, m, code);
         }
     }
 }

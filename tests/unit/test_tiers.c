@@ -17,6 +17,7 @@
 #define MAX_SESSIONS 6
 #define MAX_TOKENS   8000u
 #define MIB          (1ull << 20)
+#define LIST_UNITS   48u
 #define GROUP_PAGES  (HSRI_GROUP_TOKENS / HSRI_PAGE_TOKENS)
 
 /* ---- faults of the cold file ---- */
@@ -87,8 +88,8 @@ typedef struct world {
     faults          faults;
     char            directory[64];
     session        *sessions;
-    uint32_t        next_value;
-    uint64_t        lineage;
+    uint32_t        next_value, lists_buf;
+    uint64_t        lineage, n_draws, n_steps, sparse;   /* steps of four that are sparse */
 } world;
 
 typedef struct setup {
@@ -97,11 +98,11 @@ typedef struct setup {
     uint64_t     blocks, cold;
     uint32_t     depth, deadline_ms;
     hsri_io_kind io;
-    uint64_t     delay_seed;
+    uint64_t     delay_seed, sparse;
 } setup;
 
 /* A session of the longest kind needs 64 blocks of encoded pages, and some 15 blocks of plain ones. */
-static const setup squeezed = { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_INT8, 2, 2, 8, 36, 128 * MIB, 2, 2000, HSRI_IO_AUTO, 0 };
+static const setup squeezed = { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_INT8, 2, 2, 8, 36, 128 * MIB, 2, 2000, HSRI_IO_AUTO, 0, 0 };
 
 static void world_init(world *w, const setup *s)
 {
@@ -122,6 +123,8 @@ static void world_init(world *w, const setup *s)
     if (!CHECK(hsri_tiers_create(&opts, &w->tiers, &err) == HSR_OK))
         fprintf(stderr, "%s\n", err.message);
     CHECK(hsri_holder_create(&w->fake.base, &w->queue.base, w->tiers, s->depth, &w->holder, NULL) == HSR_OK);
+    CHECK(w->fake.base.alloc(&w->fake.base, 256 + MAX_SESSIONS * 2 * LIST_UNITS * 4, &w->lists_buf, NULL) == HSR_OK);
+    w->sparse = s->sparse;
     w->opts = (hsri_cache_opts){
         .type = s->type, .format = s->format, .window_pages = 2, .sink_pages = 1, .rollback_tokens = 64, .chunk_tokens = 100, .tiers = w->tiers,
     };
@@ -161,6 +164,7 @@ static void check_empty(world *w)
 static void world_end(world *w, hsr_status expected)
 {
     hsri_holder_destroy(w->holder);
+    w->fake.base.free(&w->fake.base, w->lists_buf);
     for (int k = 0; k < MAX_SESSIONS; k++)
         hsri_cache_destroy(w->sessions[k].cache);
     if (expected == HSR_OK)
@@ -232,6 +236,55 @@ static hsr_status attend(world *w, session **parts, uint32_t n, const hsri_resid
     return HSR_OK;
 }
 
+/* Lists as a selection makes them: some units of some pages that the query reads encoded, ascending. Returns how many. */
+static uint32_t choose_units(world *w, uint64_t q, uint32_t *units)
+{
+    uint32_t n = 0;
+    for (uint64_t page = w->opts.sink_pages; page + w->opts.window_pages <= q && n + 2 <= LIST_UNITS; page++) {
+        uint64_t draw = hsri_rng_u64(99, w->n_draws++);
+        if (draw % 4)
+            continue;
+        units[n++] = (uint32_t)page * HSRI_PAGE_UNITS + (draw >> 8) % 2;
+        if (draw >> 9 & 1)
+            units[n++] = (uint32_t)page * HSRI_PAGE_UNITS + 3;
+    }
+    return n;
+}
+
+static void check_units(world *w, session **parts, const hsri_lists *lists, uint32_t layer, uint32_t g0, uint32_t g1, const uint64_t *ends)
+{
+    const uint32_t *counts = fake_at(&w->fake, lists->counts, 4), *units = fake_at(&w->fake, lists->units, 4);
+    for (uint32_t i = 0; i < lists->n_picks * w->shape.n_kv_heads; i++)
+        for (uint32_t u = g0 * HSRI_LIST_GROUP_UNITS; u < g1 * HSRI_LIST_GROUP_UNITS && u < counts[i]; u++) {
+            uint32_t k = i / w->shape.n_kv_heads, head = i % w->shape.n_kv_heads;
+            CHECK(page_is_right(w, parts[k], units[i * LIST_UNITS + u] / HSRI_PAGE_UNITS, layer * w->shape.n_kv_heads + head, (ends[k] - 1) / 64));
+        }
+}
+
+/* What sparse attention does: a list per sequence and head, group by group. */
+static hsr_status attend_sparse(world *w, session **parts, uint32_t n, const hsri_residency *r, const uint64_t *ends, hsr_error *err)
+{
+    hsri_lists lists = { .counts = { .buf = w->lists_buf }, .units = { .buf = w->lists_buf, .offset = 256 }, .stride = LIST_UNITS, .n_picks = n };
+    for (uint32_t layer = 0; layer < w->shape.n_layers; layer++) {
+        uint32_t *counts = fake_at(&w->fake, lists.counts, 4), *units = fake_at(&w->fake, lists.units, 4);
+        for (uint32_t i = 0; i < n * w->shape.n_kv_heads; i++)
+            counts[i] = choose_units(w, (ends[i / w->shape.n_kv_heads] - 1) / 64, units + i * LIST_UNITS);
+        if (r)
+            r->span(r->self, 0, n, 0);
+        for (uint32_t g0 = 0, g1; g0 < LIST_UNITS / HSRI_LIST_GROUP_UNITS; g0 = g1) {
+            g1 = (uint32_t)hsri_min(g0 + 3, LIST_UNITS / HSRI_LIST_GROUP_UNITS);
+            if (r)
+                HSRI_TRY(r->hold_lists(r->self, layer, &lists, g0, &g1, err));
+            CHECK(g1 > g0);
+            HSRI_TRY(fake_wait(&w->queue.base, err));
+            check_units(w, parts, &lists, layer, g0, g1, ends);
+            if (r)
+                HSRI_TRY(r->release(r->self, err));
+        }
+    }
+    return HSR_OK;
+}
+
 static void compute(world *w, session *s, uint64_t end)
 {
     hsri_seq seq = { 0 };
@@ -252,6 +305,7 @@ static hsr_status step(world *w, session **parts, const uint64_t *ends, uint32_t
 {
     hsri_cache *caches[MAX_SESSIONS];
     hsri_row rows[MAX_SESSIONS];
+    static const uint32_t pick_seqs[MAX_SESSIONS] = { 0, 1, 2, 3, 4, 5 };
     hsr_status status = HSR_OK;
     uint32_t n_prepared = 0;
     *failed = HSRI_NO_SEQ;
@@ -263,8 +317,9 @@ static hsr_status step(world *w, session **parts, const uint64_t *ends, uint32_t
             *failed = n_prepared;
     }
     if (status == HSR_OK) {
-        hsri_holder_step hs = { .caches = caches, .rows = rows, .n_seqs = n, .n_rows = n };
-        status = attend(w, parts, n, hsri_holder_begin(w->holder, &hs), ends, err);
+        hsri_holder_step hs = { .caches = caches, .rows = rows, .n_seqs = n, .n_rows = n, .pick_seqs = pick_seqs };
+        const hsri_residency *r = hsri_holder_begin(w->holder, &hs);
+        status = w->n_steps++ % 4 < w->sparse ? attend_sparse(w, parts, n, r, ends, err) : attend(w, parts, n, r, ends, err);
         *failed = hsri_holder_failed(w->holder);
     }
     hsr_status waited = fake_wait(&w->queue.base, NULL);
@@ -522,6 +577,7 @@ static void test_hang(void)
     destroy(a);
     CHECK(tiers_stats(&w).bodies <= 8);     /* those of the operation that hangs, and no others */
     hsri_holder_destroy(w.holder);
+    w.fake.base.free(&w.fake.base, w.lists_buf);
     start = hsri_now_ns();
     CHECK(hsri_tiers_destroy(w.tiers, 500, NULL) == HSR_OK);
     CHECK(hsri_now_ns() - start < 2000000000u);
@@ -632,6 +688,9 @@ int main(int argc, char **argv)
     variant.depth = 0;
     test_squeezed(&variant);
     variant = squeezed;
+    variant.sparse = 3;
+    test_squeezed(&variant);
+    variant = squeezed;
     variant.format = HSRI_KV_TYPE_F32;      /* three pages a block */
     variant.blocks = 110;
     variant.cold = 400 * MIB;
@@ -644,6 +703,7 @@ int main(int argc, char **argv)
     for (int seed = 0; seed < n_random; seed++) {
         setup many = squeezed;
         many.blocks = 110;
+        many.sparse = (uint64_t)seed % 4;
         many.delay_seed = (uint64_t)seed * 77 + 1;
         test_random(&many, 1000 + (uint64_t)seed, 250, false);
         test_random(&many, 2000 + (uint64_t)seed, 250, true);

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import progress
-from ..calibration import SUFFIX, Calibration, write_calibration
+from ..calibration import SUFFIX, Calibration, beside, write_calibration
 from ..errors import InvalidError
 from ..load import load
 from . import common
@@ -54,11 +54,6 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def beside(model: str) -> str:
-    """Where the calibration of a model file is looked for."""
-    return model.removesuffix(".hsr") + SUFFIX
-
-
 def read_text(name: str | None) -> str | None:
     try:
         return None if name is None else Path(name).read_text("utf-8")
@@ -70,8 +65,9 @@ def _report(target: str, calibration: Calibration, facts: list[LayerFacts], toke
     return {
         "file": target, "tokens": tokens, "seconds": seconds,
         "layers": [
-            {"layer": layer, "recall_sketch": fact.recall_sketch, "recall_gaussian": fact.recall_gaussian, "gap": float(calibration.gap[layer]),
-             "error": fact.error, "error_virtual": fact.error_virtual, "virtual": bool(calibration.virtual[layer])}
+            {"layer": layer, "recall_sketch": fact.recall_sketch, "recall_gaussian": fact.recall_gaussian,
+             "gap": float(calibration.gap[layer]), "error": fact.error, "error_virtual": fact.error_virtual,
+             "virtual": bool(calibration.virtual[layer])}
             for layer, fact in enumerate(facts)
         ],
     }

@@ -85,7 +85,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--profile", default="exact", metavar="NAME|FILE",
                        help="how to attend: a preset (exact, balanced, fast, long-document, chat, classic) or a JSON file of settings "
                             "(default: exact, which is dense)")
-    group.add_argument("--calibration", metavar="FILE", help="calibration of the model (default: MODEL with the ending .hsrcal, if there is one)")
+    group.add_argument("--calibration", metavar="FILE",
+                       help="calibration of the model (default: MODEL with the ending .hsrcal, if there is one)")
+    group.add_argument("--no-calibrate", dest="calibration", action="store_const", const=False,
+                       help="use no calibration, and make none where MODEL is converted first")
 
 
 def add_context(parser: argparse.ArgumentParser, default: str) -> None:

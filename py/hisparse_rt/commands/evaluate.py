@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import progress
-from ..calibration import read_calibration
+from ..calibration import beside, read_calibration
 from ..errors import InvalidError
 from ..model import Model
 from ..profile import PRESETS, SELECTORS, Profile, as_profile
 from . import common
-from .calibrate import beside, read_text
+from .calibrate import read_text
 
 if TYPE_CHECKING:
     from ..eval.estimates import Setting
@@ -121,7 +121,8 @@ def _add_recall(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=common.whole(2048), default=8192, metavar="N", help="tokens (default: %(default)s)")
     parser.add_argument("--queries", type=common.whole(1), default=16, metavar="N", help="positions to look from (default: %(default)s)")
     parser.add_argument("--budget", type=common.whole(16), metavar="N", help="tokens to choose (default: the profile's)")
-    parser.add_argument("--rules", type=common.checked(_names(tuple(RULES))), metavar="RULE,RULE", help=f"of {', '.join(RULES)} (default: all)")
+    parser.add_argument("--rules", type=common.checked(_names(tuple(RULES))), metavar="RULE,RULE",
+                        help=f"of {', '.join(RULES)} (default: all)")
 
 
 def _add_curve(parser: argparse.ArgumentParser) -> None:
@@ -276,8 +277,8 @@ def _setting(args: argparse.Namespace) -> Setting:
 
 def _recall_table(result: dict[str, Any]) -> str:
     rules = list(result["mean"])
-    lines = [f"attention found by {result['budget']} tokens besides sink {result['sink']} and window {result['window']}, of {result['tokens']}",
-             "layer" + "".join(f"{rule:>10}" for rule in rules)]
+    lines = [f"attention found by {result['budget']} tokens besides sink {result['sink']} and window {result['window']}, "
+             f"of {result['tokens']}", "layer" + "".join(f"{rule:>10}" for rule in rules)]
     for layer in result["layers"]:
         lines.append(f"{layer['layer']:<5}" + "".join(f"{layer['mean'][rule]['recall']:10.4f}" for rule in rules))
     for label, name in (("mean", "recall"), ("error", "error"), ("virt.", "error_virtual")):

@@ -64,7 +64,7 @@ def exact(head: Head, q: Array, n_pages: int) -> Array:
 
 def sketch(head: Head, q: Array, n_pages: int, components: int = SKETCH_COMPONENTS) -> Array:
     assert head.basis_k is not None and head.basis_q is not None
-    basis_k, basis_q = head.basis_k, head.basis_q
+    basis_k, basis_q, components = head.basis_k, head.basis_q, min(components, q.shape[1])
     codes = head.kept(f"sketch {components}", lambda: quantised((head.pages - head.mean[:, None]) @ basis_k[:, :components]))
     offsets = (q @ basis_q[:, :components]) @ codes[:n_pages].reshape(-1, components).T
     return _sum_units(offsets + np.repeat(q @ head.mean[:n_pages].T, PAGE, axis=1))

@@ -46,7 +46,7 @@ def needles(kind: str, depth: float, seed: int) -> list[Needle]:
         return [Needle(kind, depth, places, _question(name), code) for name, code in zip(names, codes, strict=True)]
     home = f"\n\nRemember this: {names[0]} lives in {cities[0]}. {names[1]} lives in {cities[1]}.\n\n"
     door = f"\n\nRemember this: whoever lives in {cities[0]} opens the door with the secret number {codes[0]}.\n\n"
-    asked = f"\n\nQuestion: {names[0]} lives in {cities[0]}. What is the secret number of whoever lives there?\nAnswer: the secret number is"
+    asked = f"\n\nQuestion: {names[0]} lives in {cities[0]}. What is the secret number of whoever lives there?\nAnswer: the number is"
     return [Needle(kind, depth, ((depth, door), ((depth + 0.4) % 1.0, home)), asked, codes[0])]
 
 

@@ -48,8 +48,9 @@ def perplexity(
         "texts": list(texts), "contexts": list(contexts), "tokens": tokens,
         "dense": {"perplexity": math.exp(np.mean([loss for loss, _ in dense_facts])), "seconds_per_token": _mean(dense_facts, 1)},
         "profiles": {name: summary(runs[name]) | {
-            "perplexity": math.exp(_mean(facts[name], 4)), "covered_estimated": _mean(facts[name], 0), "attended_tokens": _mean(facts[name], 1),
-            "bytes_read_per_token": _mean(facts[name], 2), "seconds_per_token": _mean(facts[name], 3),
+            "perplexity": math.exp(_mean(facts[name], 4)), "covered_estimated": _mean(facts[name], 0),
+            "attended_tokens": _mean(facts[name], 1), "bytes_read_per_token": _mean(facts[name], 2),
+            "seconds_per_token": _mean(facts[name], 3),
         } for name in profiles},
     }
 

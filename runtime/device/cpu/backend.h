@@ -93,6 +93,9 @@ void hsri_cpu_pages_fill(hsri_ops *ops);
 void hsri_cpu_sparse_fill(hsri_ops *ops);
 void hsri_cpu_index_page(const hsri_cpu_device *dev, const hsri_kv_view *kv, const hsri_seal *seal, const float *k, const float *v, float *scratch);
 
+/* Cluster records (cluster.c). */
+void hsri_cpu_cluster_fill(hsri_ops *ops);
+
 static inline float *hsri_cpu_scratch(const hsri_cpu_device *dev, uint32_t worker) { return dev->scratch + (uint64_t)worker * HSRI_CPU_SCRATCH; }
 
 /* The table of simple operations, and the scratch of one of them (ops.c). */

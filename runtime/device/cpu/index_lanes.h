@@ -5,6 +5,7 @@
 #define HSRI_CPU_INDEX_LANES_H
 
 #include <math.h>
+#include <stdbool.h>
 #include <string.h>
 
 #include "device/cpu/kernels.h"
@@ -196,34 +197,125 @@ static void add_scaled(float *out, float weight, const float *x, uint64_t n)
         out[i] += weight * x[i];
 }
 
-static void add_means(const uint8_t *const *entries, uint32_t n_pages, const hsri_index_shape *shape, const float *mean_v, uint32_t n_heads,
-                      const float *weights, uint64_t weight_stride, float *out)
+/* Weights of one head's pages: the masses of their units. Returns their sum. */
+INLINE float page_weights_of(const float *mass, uint32_t n_pages, float factor, float *weights)
+{
+    float all = 0.0f;
+
+    for (uint32_t p = 0; p < n_pages; p++)
+        weights[p] = factor * ((mass[4 * p] + mass[4 * p + 1]) + (mass[4 * p + 2] + mass[4 * p + 3]));
+    for (uint32_t p = 0; p < n_pages; p++)
+        all += weights[p];
+    return all;
+}
+
+static void add_means(const uint8_t *const *entries, uint32_t n_pages, const hsri_index_shape *shape, uint32_t n_heads, const float *mass,
+                      uint64_t mass_stride, const float *factors, float *out)
 {
     hsri_index_layout at = hsri_index_layout_of(shape);
     uint32_t          d = shape->head_dim;
+    float             weights[HSRI_SCORE_PAGES];
 
     for (uint32_t h = 0; h < n_heads; h++) {
-        float *o = out + (uint64_t)h * (1 + d), all = 0.0f;
+        float *o = out + (uint64_t)h * (1 + d);
 
+        o[0] += page_weights_of(mass + h * mass_stride, n_pages, factors[h], weights);
         for (uint32_t p = 0; p < n_pages; p++) {
             const int8_t *codes = (const int8_t *)entries[p] + at.mean_v;
-            float         weight = weights[h * weight_stride + p], scaled = weight * load_float(entries[p] + sizeof(float));
+            float         scaled = weights[p] * load_float(entries[p] + sizeof(float));
 
-            if (weight == 0.0f)
-                continue;
-            all += weight;
-            for (uint32_t j = 0; j < d; j++)
+            for (uint32_t j = 0; j < d && weights[p] > 0.0f; j++)
                 o[1 + j] += scaled * (float)codes[j];
         }
-        o[0] += all;
-        if (mean_v && all != 0.0f)
-            add_scaled(o + 1, all, mean_v, d);
     }
+}
+
+/* ---- the sketch ---- */
+
+#define SKETCH_HEADS 16u
+#define SKETCH_BLOCK 16u    /* components at a time */
+
+/* Components [c0, c0 + n) of all tokens of a page, in the order of the codes: line by line. */
+static void unpack_components(const hsri_index_shape *s, const uint8_t *codes, uint32_t c0, uint32_t n, float (*out)[HSRI_PAGE_TOKENS])
+{
+    for (uint32_t i = 0; i < n; i++) {
+        bool           wide = c0 + i < s->n_4bit;
+        uint32_t       c = wide ? c0 + i : c0 + i - s->n_4bit, bits = wide ? 4 : 2, per_set = 32 / bits, shift = c % per_set / 4 * bits;
+        const uint8_t *line = codes + (wide ? 0 : HSRI_PAGE_TOKENS * s->n_4bit / 2) + (uint64_t)(c / per_set) * 256;
+        float          middle = wide ? 7.5f : 1.5f;
+
+        for (uint32_t t = 0; t < HSRI_PAGE_TOKENS; t++) {
+            uint32_t dword;
+
+            memcpy(&dword, line + t * 4, sizeof dword);
+            out[i][t] = (float)(int32_t)(dword >> (c % 4 * 8 + shift) & ((1u << bits) - 1)) - middle;
+        }
+    }
+}
+
+/* logits[h][64] += products of the heads' queries with components [c0, c0 + n) */
+static void add_components(const hsri_score_args *a, uint32_t h0, uint32_t n_heads, const uint8_t *scales, uint32_t c0, uint32_t n,
+                           float (*components)[HSRI_PAGE_TOKENS], float (*logits)[HSRI_PAGE_TOKENS])
+{
+    for (uint32_t h = 0; h < n_heads; h++) {
+        for (uint32_t i = 0; i < n; i++) {
+            uint16_t half;
+            float    weight;
+
+            memcpy(&half, scales + (c0 + i) * sizeof half, sizeof half);
+            weight = a->rotated[(uint64_t)(h0 + h) * a->shape->head_dim + c0 + i] * hsri_f16_to_f32(half);
+            for (uint32_t t = 0; t < HSRI_PAGE_TOKENS; t++)
+                logits[h][t] += weight * components[i][t];
+        }
+    }
+}
+
+/* sums[i] += exp(scale logits[i] + mean) of 16 tokens. A level may have its own. */
+#ifndef HSRI_ADD_EXPS
+static inline void add_exps(const float *logits, float scale, float mean, float *sums)
+{
+    for (uint32_t i = 0; i < LANES; i++)
+        sums[i] += expf(scale * logits[i] + mean);
+}
+#endif
+
+static void score_page_sketch(const hsri_score_args *a, const hsri_index_layout *at, uint32_t h0, uint32_t n_heads, uint32_t page)
+{
+    const uint8_t *entry = a->entries[page];
+    uint32_t       n = a->shape->n_4bit + a->shape->n_2bit;
+    float          logits[SKETCH_HEADS][HSRI_PAGE_TOKENS], components[SKETCH_BLOCK][HSRI_PAGE_TOKENS];
+
+    memset(logits, 0, n_heads * sizeof *logits);
+    for (uint32_t c = 0; c < n; c += SKETCH_BLOCK) {
+        uint32_t n_block = n - c < SKETCH_BLOCK ? n - c : SKETCH_BLOCK;
+
+        unpack_components(a->shape, entry + at->codes, c, n_block, components);
+        add_components(a, h0, n_heads, entry + at->scales, c, n_block, components, logits);
+    }
+    for (uint32_t h = 0; h < n_heads; h++) {
+        float *mass = a->mass + (h0 + h) * a->mass_stride + page * HSRI_PAGE_UNITS, sums[LANES] = { 0 };
+        float  mean = a->scale * dot_mean(a, at, a->queries + (uint64_t)(h0 + h) * a->shape->head_dim, entry) - a->reference[h0 + h];
+
+        for (uint32_t line = 0; line < HSRI_PAGE_TOKENS; line += LANES)
+            add_exps(logits[h] + line, a->scale, mean, sums);
+        for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++)
+            mass[u] = as_mass((sums[4 * u] + sums[4 * u + 1]) + (sums[4 * u + 2] + sums[4 * u + 3]));
+    }
+}
+
+static void score_sketch_lanes(const hsri_score_args *a)
+{
+    hsri_index_layout at = hsri_index_layout_of(a->shape);
+
+    for (uint32_t h = 0; h < a->n_heads; h += SKETCH_HEADS)
+        for (uint32_t p = 0; p < a->n_pages; p++)
+            score_page_sketch(a, &at, h, a->n_heads - h < SKETCH_HEADS ? a->n_heads - h : SKETCH_HEADS, p);
 }
 
 /* What this header has, into a level's table. */
 static void fill_lanes(hsri_sparse_kernels *k)
 {
+    k->score_sketch = score_sketch_lanes;
     k->score_minmax = score_minmax;
     k->score_gaussian = score_gaussian;
     k->score_mean = score_mean;

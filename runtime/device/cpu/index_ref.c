@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The index in portable C: how entries are made, on every level, and how they are scored, to compare the other levels with. */
+/* How index entries are made, on every level; and the reference level of everything else, as index_lanes.h has it. */
 #include "device/cpu/index_lanes.h"
 
 /* ---- numbers ---- */
@@ -246,54 +246,8 @@ static void encode(const hsri_index_shape *shape, const hsri_calibration_record 
     }
 }
 
-/* ---- scoring ---- */
-
-static float sketch_code(const hsri_index_shape *shape, const uint8_t *codes, uint32_t c, uint32_t line, uint32_t lane)
-{
-    bool           wide = c < shape->n_4bit;
-    uint32_t       bits = wide ? 4 : 2, per_byte = 8 / bits, i = wide ? c : c - shape->n_4bit, in_set = i % (4 * per_byte);
-    const uint8_t *base = wide ? codes : codes + HSRI_PAGE_TOKENS * shape->n_4bit / 2;
-    uint32_t       byte = base[(uint64_t)(i / (4 * per_byte) * 4 + line) * 64 + lane * 4 + in_set % 4];
-
-    return (float)(byte >> in_set / 4 * bits & ((1u << bits) - 1)) - (wide ? 7.5f : 1.5f);
-}
-
-static void sketch_page(const hsri_score_args *a, const hsri_index_layout *at, uint32_t head, uint32_t page)
-{
-    const hsri_index_shape *shape = a->shape;
-    const uint8_t          *entry = a->entries[page];
-    uint32_t                d = shape->head_dim, n = shape->n_4bit + shape->n_2bit;
-    float                   mean = dot_mean(a, at, a->queries + (uint64_t)head * d, entry), sums[HSRI_PAGE_UNITS] = { 0 };
-
-    for (uint32_t line = 0; line < HSRI_PAGE_UNITS; line++) {
-        for (uint32_t lane = 0; lane < 16; lane++) {
-            float z = 0.0f;
-
-            for (uint32_t c = 0; c < n; c++) {
-                uint16_t half;
-
-                memcpy(&half, entry + at->scales + c * sizeof half, sizeof half);
-                z += a->rotated[(uint64_t)head * d + c] * (sketch_code(shape, entry + at->codes, c, line, lane) * hsri_f16_to_f32(half));
-            }
-            sums[lane / 4] += expf(a->scale * (mean + z) - a->reference[head]);
-        }
-    }
-    for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++)
-        a->mass[head * a->mass_stride + page * HSRI_PAGE_UNITS + u] = as_mass(sums[u]);
-}
-
-static void score_sketch(const hsri_score_args *a)
-{
-    hsri_index_layout at = hsri_index_layout_of(a->shape);
-
-    for (uint32_t h = 0; h < a->n_heads; h++)
-        for (uint32_t p = 0; p < a->n_pages; p++)
-            sketch_page(a, &at, h, p);
-}
-
 void hsri_sparse_kernels_fill_ref(hsri_sparse_kernels *k)
 {
     fill_lanes(k);
     k->encode = encode;
-    k->score_sketch = score_sketch;
 }

@@ -22,7 +22,7 @@
 #define TASK_NS 4000u                  /* tasks are not cut smaller */
 #define TASKS_PER_THREAD 8u            /* nor into more: enough for a thread that was held up to cost little */
 #define MACS_PER_NS 16u                /* of a matrix product bound by arithmetic */
-#define PREPARED_MACS_PER_NS 250u       /* the same with prepared inputs */
+#define PREPARED_MACS_PER_NS 450u       /* the same with prepared inputs */
 #define BYTES_PER_NS 10u               /* of one bound by memory */
 
 /* Pieces of a large matrix product: weights that stay in a core's cache while blocks of rows pass, and such a block. */
@@ -331,6 +331,9 @@ static void linear_all(hsri_cpu_device *dev, linear_job *job, hsri_dtype dtype, 
     job->item_rows = (uint32_t)hsri_round_up(hsri_div_up(job->n_rows, job->n_row_blocks), 16);
     job->n_row_blocks = (uint32_t)hsri_div_up(job->n_rows, job->item_rows);
     job->item_panels = (uint32_t)hsri_min(items_per_task(dev, job->n_panels, cost / job->n_row_blocks), cached_panels);
+    /* kernels take panels in pairs if there are rows to use them on */
+    if (job->n_rows > HSRI_PANEL)
+        job->item_panels = (uint32_t)hsri_round_up(job->item_panels, 2);
     hsri_cpu_run_items(dev, hsri_div_up(job->n_panels, job->item_panels) * job->n_row_blocks, cost, linear_run, job);
 }
 
@@ -536,4 +539,5 @@ void hsri_cpu_ops_fill(hsri_ops *ops)
     hsri_cpu_attend_fill(ops);
     hsri_cpu_pages_fill(ops);
     hsri_cpu_sparse_fill(ops);
+    hsri_cpu_cluster_fill(ops);
 }

@@ -31,7 +31,7 @@ typedef struct hsri_units_args {
      2u * (66u * HSRI_ATTEND_MAX_HEAD_DIM + HSRI_ATTEND_MAX_QUERIES * 16u))
 
 /* Floats of work space of `encode`. */
-static inline uint64_t hsri_encode_scratch(uint32_t d) { return 4ull * HSRI_PAGE_TOKENS * d + 8ull * d; }
+static inline uint64_t hsri_encode_scratch(uint32_t d) { return (2ull * HSRI_PAGE_TOKENS + HSRI_PAGE_TOKENS / 4 + 24) * d; }
 
 typedef struct hsri_page_kernels {
     /* slot's body, and what the header has about it (error, k_scale, v_scale and what follows), from k[64][d] and v[64][d] */

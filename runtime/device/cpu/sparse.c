@@ -24,7 +24,7 @@
 #define SPAN_PAGES (SPAN_CHUNKS * HSRI_SCORE_PAGES)
 #define CHUNK_UNITS (HSRI_SCORE_PAGES * HSRI_PAGE_UNITS)
 
-/* A mass at its limit says that the head's reference is too low for this chunk. It is raised by less than the range of masses, so that what
+/* Masses at their limit say that the head's reference is too low for this chunk. It is raised by less than the range of masses, so that what
  * was at the limit stays in sight; after so many times, logits are no numbers to attend by. */
 #define RAISE 64.0f
 #define MAX_RAISES 128u
@@ -120,7 +120,7 @@ typedef struct select_job {
     float             *raised;         /* [vote][head][chunks]: by how much the reference was raised */
     float             *worth;          /* [pick][kv head][units] */
     uint32_t          *work;           /* [pick][kv head][units] */
-    float             *means;          /* [pick][head][spans]{ mass, value[d] } */
+    float             *means;          /* [pick][spans][head]{ mass, value[d] } */
     uint8_t           *chosen;         /* [pick][kv head][pages], a bit for each unit */
 } select_job;
 
@@ -246,29 +246,23 @@ static void score_heads(const select_job *job, const chunk *c, const hsri_score_
         score_of(&job->dev->kernels.sparse, selector)(a);
 }
 
-static bool at_limit(const float *mass, uint32_t n)
+/* Score one head again, and again, until its masses are within their range; returns by how much the reference was raised. *sum: of the masses. */
+static float score_raised(const select_job *job, const chunk *c, hsri_score_args a, uint32_t head, float *sum)
 {
-    float most = 0.0f;
-
-    for (uint32_t i = 0; i < n; i++)
-        most = mass[i] > most ? mass[i] : most;
-    return most >= HSRI_MASS_MAX;
-}
-
-/* Score one head again, and again, until its masses are within their range; returns by how much the reference was raised. */
-static float score_raised(const select_job *job, const chunk *c, hsri_score_args a, uint32_t head)
-{
-    float reference = a.reference[head], raised = 0.0f;
+    const uint64_t n = (uint64_t)c->n_pages * HSRI_PAGE_UNITS;
+    float          reference = a.reference[head], raised = 0.0f;
 
     a.queries += (uint64_t)head * job->kv->head_dim;
     a.rotated += a.rotated ? (uint64_t)head * job->kv->head_dim : 0;
     a.mass += head * a.mass_stride;
     a.n_heads = 1;
     a.reference = &reference;
-    for (uint32_t i = 0; i < MAX_RAISES && at_limit(a.mass, c->n_pages * HSRI_PAGE_UNITS); i++) {
+    *sum = job->dev->kernels.sparse.sum(a.mass, n);
+    for (uint32_t i = 0; i < MAX_RAISES && *sum >= HSRI_MASS_MAX; i++) {
         raised += RAISE;
         reference += RAISE;
         score_heads(job, c, &a);
+        *sum = job->dev->kernels.sparse.sum(a.mass, n);
     }
     return raised;
 }
@@ -292,11 +286,8 @@ static void score_vote(const select_job *job, const chunk *c, uint32_t vote)
         for (uint32_t h = 0; h < a.n_heads; h++)
             references[h] = reference_of(job, row, head + h0 + h);
         score_heads(job, c, &a);
-        for (uint32_t h = 0; h < a.n_heads; h++) {
-            job->raised[chunks + (h0 + h) * job->max_chunks] = score_raised(job, c, a, h);
-            job->sums[chunks + (h0 + h) * job->max_chunks] =
-                job->dev->kernels.sparse.sum(a.mass + h * a.mass_stride, (uint64_t)c->n_pages * HSRI_PAGE_UNITS);
-        }
+        for (uint32_t h = 0; h < a.n_heads; h++)
+            job->raised[chunks + (h0 + h) * job->max_chunks] = score_raised(job, c, a, h, &job->sums[chunks + (h0 + h) * job->max_chunks]);
     }
 }
 
@@ -350,15 +341,23 @@ typedef struct measure {
     double all, exact;
 } measure;
 
-static float chunk_factor(const measure *m, uint32_t i) { return m->raised[i] == m->top ? 1.0f : expf(m->raised[i] - m->top); }
+static float factor_of(float raised, float top) { return raised == top ? 1.0f : expf(raised - top); }
+static float chunk_factor(const measure *m, uint32_t i) { return factor_of(m->raised[i], m->top); }
+
+static float highest(const float *raised, uint32_t n)
+{
+    float top = 0.0f;
+
+    for (uint32_t i = 0; i < n; i++)
+        top = raised[i] > top ? raised[i] : top;
+    return top;
+}
 
 static measure measure_of(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
 {
     uint64_t at = chunk_at(job, p, vote, head);
-    measure  m = { job->mass + mass_at(job, p, vote, head), job->sums + at, job->raised + at, 0.0f, 0.0, 0.0 };
+    measure  m = { job->mass + mass_at(job, p, vote, head), job->sums + at, job->raised + at, highest(job->raised + at, p->n_chunks), 0.0, 0.0 };
 
-    for (uint32_t i = 0; i < p->n_chunks; i++)
-        m.top = m.raised[i] > m.top ? m.raised[i] : m.top;
     m.exact = isnan(reference_of(job, row_of_vote(p, vote), head)) ? (double)NAN : exp(-(double)m.top);
     m.all = m.exact;
     for (uint32_t i = 0; i < p->n_chunks; i++)
@@ -383,41 +382,50 @@ static void weigh_units(const select_job *job, const pick_state *p, uint32_t kv_
     }
 }
 
-/* Worth of each coarse block that mean keys speak for: what all its tokens would be worth at the block's mean logit. Units of all but the
- * best blocks lose their worth. */
+/* Pages [*first, *end) of coarse block b, among the selectable ones. Blocks lie at multiples of their size in the sequence. */
+static uint32_t block_span(const pick_state *p, uint32_t size, uint32_t b, uint32_t *end)
+{
+    uint64_t first = (uint64_t)(p->first_page / size + b) * size;
+
+    *end = (uint32_t)hsri_min(first + size - p->first_page, p->n_pages);
+    return first > p->first_page ? (uint32_t)(first - p->first_page) : 0;
+}
+
+/* What all tokens of a block would be worth to a head at the block's mean logit. */
+static float block_worth(const measure *m, uint32_t first, uint32_t end)
+{
+    float logs = 0.0f;
+
+    for (uint32_t i = first; i < end; i++)
+        logs += logf(m->mass[i * HSRI_PAGE_UNITS] * chunk_factor(m, i / HSRI_SCORE_PAGES));
+    return m->all > 0.0 ? (float)((end - first) * HSRI_PAGE_UNITS * (exp((double)(logs / (float)(end - first))) / m->all)) : 0.0f;
+}
+
+/* The first of the classic rule's two steps: units outside the best coarse blocks lose their worth. */
 static void keep_coarse(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth, uint32_t *work)
 {
-    uint32_t size = p->settings->coarse_pages ? p->settings->coarse_pages : 1, block0 = p->first_page / size;
-    uint32_t n_blocks = (p->first_page + p->n_pages - 1) / size - block0 + 1, end = p->first_page + p->n_pages;
+    uint32_t size = p->settings->coarse_pages ? p->settings->coarse_pages : 1, end;
+    uint32_t n_blocks = (p->first_page + p->n_pages - 1) / size - p->first_page / size + 1;
     float   *blocks = (float *)work;
     hsri_top top;
 
-    for (uint32_t b = 0; b < n_blocks; b++) {
-        uint32_t first = (uint32_t)hsri_max((block0 + b) * size, p->first_page) - p->first_page;
-        uint32_t last = (uint32_t)hsri_min((uint64_t)(block0 + b + 1) * size, end) - p->first_page;
+    memset(blocks, 0, n_blocks * sizeof *blocks);
+    for (uint32_t vote = 0; vote < p->n_votes; vote++) {
+        for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
+            measure m = measure_of(job, p, vote, h);
 
-        blocks[b] = 0.0f;
-        for (uint32_t vote = 0; vote < p->n_votes; vote++) {
-            for (uint32_t h = 0; h < job->heads_per_kv; h++) {
-                measure m = measure_of(job, p, vote, kv_head * job->heads_per_kv + h);
-                float   logs = 0.0f;
+            for (uint32_t b = 0; b < n_blocks; b++) {
+                uint32_t first = block_span(p, size, b, &end);
 
-                for (uint32_t i = first; i < last; i++)
-                    logs += logf(m.mass[i * HSRI_PAGE_UNITS] * chunk_factor(&m, i / HSRI_SCORE_PAGES));
-                logs = expf(logs / (float)(last - first));
-                blocks[b] += m.all > 0.0 ? (float)((last - first) * HSRI_PAGE_UNITS * (logs / m.all)) : 0.0f;
+                blocks[b] += block_worth(&m, first, end);
             }
         }
     }
     top = hsri_top_of(blocks, n_blocks, p->settings->top_coarse, work + n_blocks);
-    for (uint32_t b = 0; b < n_blocks; b++) {
-        uint32_t first = (uint32_t)hsri_max((block0 + b) * size, p->first_page) - p->first_page;
-        uint32_t last = (uint32_t)hsri_min((uint64_t)(block0 + b + 1) * size, end) - p->first_page;
-
+    for (uint32_t b = 0; b < n_blocks; b++)
         if (!hsri_top_takes(&top, blocks[b]))
-            for (uint32_t u = first * HSRI_PAGE_UNITS; u < last * HSRI_PAGE_UNITS; u++)
+            for (uint32_t u = block_span(p, size, b, &end) * HSRI_PAGE_UNITS; u < end * HSRI_PAGE_UNITS; u++)
                 worth[u] = HSRI_NO_WORTH;
-    }
 }
 
 /* Forced pages are chosen whole, and units of them no longer compete. */
@@ -556,6 +564,17 @@ static void write_covered(const select_job *job, const pick_state *p, uint32_t k
     }
 }
 
+/* What was chosen is attended; only the rest counts as virtual tokens. */
+static void clear_chosen(const select_job *job, const pick_state *p, uint32_t kv_head, const uint32_t *units, uint32_t n)
+{
+    for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
+        float *mass = job->mass + mass_at(job, p, 0, h);
+
+        for (uint32_t i = 0; i < n; i++)
+            mass[units[i] - p->first_page * HSRI_PAGE_UNITS] = 0.0f;
+    }
+}
+
 static uint64_t choose_items(const select_job *job, const pick_state *p) { (void)p; return job->kv->n_kv_heads; }
 
 static void choose_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
@@ -578,6 +597,8 @@ static void choose_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
         }
         job->counts[list] = write_list(job, p, chosen, units);
         write_covered(job, p, kv_head, units, job->counts[list]);
+        if (p->virtual_tokens)
+            clear_chosen(job, p, kv_head, units, job->counts[list]);
     }
 }
 
@@ -588,42 +609,34 @@ static uint64_t weigh_items(const select_job *job, const pick_state *p)
     return p->virtual_tokens ? (uint64_t)job->kv->n_kv_heads * hsri_div_up(p->n_pages, SPAN_PAGES) : 0;
 }
 
-/* Sums of a span of one head: { mass, value[d] }. */
+/* Sums of a span of one head: { mass, value[d] }. Heads are neighbours. */
 static float *means_at(const select_job *job, const pick_state *p, uint32_t head, uint32_t span)
 {
-    return job->means + (((uint64_t)p->first_vote * job->n_heads + head) * job->max_spans + span) * (1 + job->kv->head_dim);
-}
-
-/* Mass of each page's units that were not chosen, in the head's measure. */
-static void rest_of_pages(const pick_state *p, const measure *m, const uint8_t *chosen, uint32_t first, uint32_t n, float *rest)
-{
-    (void)p;
-    for (uint32_t i = 0; i < n; i++) {
-        const float *mass = m->mass + (uint64_t)(first + i) * HSRI_PAGE_UNITS;
-        float        sum = 0.0f;
-
-        for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++)
-            sum += chosen[first + i] >> u & 1 ? 0.0f : mass[u];
-        rest[i] = sum * chunk_factor(m, (first + i) / HSRI_SCORE_PAGES);
-    }
+    return job->means + (((uint64_t)p->first_vote * job->max_spans + span) * job->n_heads + head) * (1 + job->kv->head_dim);
 }
 
 static void weigh_span(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t span)
 {
-    uint32_t       first = span * SPAN_PAGES, n = (uint32_t)hsri_min(SPAN_PAGES, p->n_pages - first);
-    const uint8_t *entries[SPAN_PAGES], *chosen = job->chosen + list_at(job, p, kv_head) * job->max_units / HSRI_PAGE_UNITS;
-    bool           sketch = p->seq->index_shape.kind == HSRI_INDEX_SKETCH;
-    float          rest[SPAN_PAGES];
+    const uint32_t head = kv_head * job->heads_per_kv, d = job->kv->head_dim;
+    const uint8_t *entries[HSRI_SCORE_PAGES];
+    float          tops[HSRI_ATTEND_MAX_QUERIES], factors[HSRI_ATTEND_MAX_QUERIES];
 
-    find_entries(job, p, kv_head, first, n, entries);
-    for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
-        measure m = measure_of(job, p, 0, h);
-        float  *out = means_at(job, p, h, span);
+    for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
+        uint32_t n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0), last = (uint32_t)hsri_min((span + 1) * SPAN_CHUNKS, p->n_chunks);
 
-        memset(out, 0, (1 + job->kv->head_dim) * sizeof *out);
-        rest_of_pages(p, &m, chosen, first, n, rest);
-        job->dev->kernels.sparse.add_means(entries, n, &p->seq->index_shape,
-                                           sketch ? hsri_cpu_calibration(job->dev, job->kv, job->layer, kv_head).mean_v : NULL, 1, rest, n, out);
+        memset(means_at(job, p, head + h0, span), 0, (uint64_t)n_heads * (1 + d) * sizeof(float));
+        for (uint32_t h = 0; h < n_heads; h++)
+            tops[h] = highest(job->raised + chunk_at(job, p, 0, head + h0 + h), p->n_chunks);
+        for (uint32_t i = span * SPAN_CHUNKS; i < last; i++) {
+            uint32_t n = (uint32_t)hsri_min(HSRI_SCORE_PAGES, p->n_pages - i * HSRI_SCORE_PAGES);
+
+            find_entries(job, p, kv_head, i * HSRI_SCORE_PAGES, n, entries);
+            for (uint32_t h = 0; h < n_heads; h++)
+                factors[h] = factor_of(job->raised[chunk_at(job, p, 0, head + h0 + h) + i], tops[h]);
+            job->dev->kernels.sparse.add_means(entries, n, &p->seq->index_shape, n_heads,
+                                               job->mass + mass_at(job, p, 0, head + h0) + (uint64_t)i * CHUNK_UNITS, job->max_units, factors,
+                                               means_at(job, p, head + h0, span));
+        }
     }
 }
 
@@ -652,10 +665,13 @@ static void finish_head(const select_job *job, const pick_state *p, uint32_t hea
         job->dev->kernels.sparse.add_scaled(part + 1, 1.0f, means_at(job, p, head, i), 1 + d);
     mass = part[1];
     if (mass > 0.0f) {
-        part[0] = reference_of(job, p->row, head) + measure_of(job, p, 0, head).top + logf(mass);
+        const float *about = p->seq->index_shape.kind == HSRI_INDEX_SKETCH
+                                 ? hsri_cpu_calibration(job->dev, job->kv, job->layer, head / job->heads_per_kv).mean_v : NULL;
+
+        part[0] = reference_of(job, p->row, head) + highest(job->raised + chunk_at(job, p, 0, head), p->n_chunks) + logf(mass);
         part[1] = 1.0f;
         for (uint32_t j = 0; j < d; j++)
-            part[2 + j] /= mass;
+            part[2 + j] = part[2 + j] / mass + (about ? about[j] : 0.0f);
     } else {
         memset(part, 0, (2 + d) * sizeof *part);
         part[0] = -INFINITY;

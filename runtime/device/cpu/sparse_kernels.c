@@ -20,13 +20,20 @@ static bool has_vnni(void)
 void hsri_sparse_kernels_fill(hsri_sparse_kernels *k, int32_t isa)
 {
     hsri_sparse_kernels_fill_ref(k);
+    hsri_cluster_kernels_fill_ref(&k->cluster);
 #if defined(__x86_64__)
-    if (isa >= HSR_ISA_AVX2)
+    if (isa >= HSR_ISA_AVX2) {
         hsri_sparse_kernels_fill_avx2(k);
-    if (isa >= HSR_ISA_AVX512)
+        hsri_cluster_kernels_fill_avx2(&k->cluster);
+    }
+    if (isa >= HSR_ISA_AVX512) {
         hsri_sparse_kernels_fill_avx512(k);
-    if (isa >= HSR_ISA_AVX512 && has_vnni())
+        hsri_cluster_kernels_fill_avx512(&k->cluster);
+    }
+    if (isa >= HSR_ISA_AVX512 && has_vnni()) {
         hsri_sparse_kernels_fill_avx512vnni(k);
+        hsri_cluster_kernels_fill_avx512vnni(&k->cluster);
+    }
 #else
     (void)isa;
 #endif

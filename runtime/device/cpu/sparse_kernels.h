@@ -12,6 +12,7 @@
 
 #include <stdint.h>
 
+#include "device/cpu/cluster_kernels.h"
 #include "device/kv_format.h"
 
 /* Pages of one call of a scoring kernel, at most. Callers cut at multiples of it, since levels may look at all pages of a call for
@@ -75,10 +76,12 @@ typedef struct hsri_sparse_kernels {
     float (*sum)(const float *x, uint64_t n);
     /* out[i] += weight x[i] */
     void (*add_scaled)(float *out, float weight, const float *x, uint64_t n);
-    /* out[head][0] += sum of the weights, out[head][1 + j] += sum over pages of weight[head][page] mean_v[page][j]; pages of weight 0 are
-     * passed over. Rows of `weights` are weight_stride floats apart. `mean_v`: what the sketch's mean values are told about, or NULL. */
-    void (*add_means)(const uint8_t *const *entries, uint32_t n_pages, const hsri_index_shape *shape, const float *mean_v, uint32_t n_heads,
-                      const float *weights, uint64_t weight_stride, float *out);
+    /* Of each head, with the mass of a page's units as its weight: out[head][0] += factors[head] sum of the weights, out[head][1 + j] +=
+     * factors[head] sum of weight times component j of the mean value, as its code says. Pages of weight 0 are passed over. Rows of `mass` are
+     * mass_stride floats apart; n_pages is at most HSRI_SCORE_PAGES. */
+    void (*add_means)(const uint8_t *const *entries, uint32_t n_pages, const hsri_index_shape *shape, uint32_t n_heads, const float *mass,
+                      uint64_t mass_stride, const float *factors, float *out);
+    hsri_cluster_kernels cluster;
 } hsri_sparse_kernels;
 
 /* Floats of work space of `encode`. */

@@ -117,6 +117,8 @@ typedef struct hsr_model_info {
     int32_t  eos_tokens[16];
     uint64_t weight_bytes;      /* packed tensors, bytes in the file */
     uint64_t n_params;          /* logical parameters, padding not counted */
+    int32_t  intermediate_size; /* of the feed-forward part */
+    int32_t  rotary_dim;        /* of each head */
 } hsr_model_info;
 
 /** Open a `.hsr` file. The weights are memory-mapped and shared between processes; nothing is copied. Opening checks the
@@ -543,6 +545,14 @@ HSR_API hsr_status hsr_session_get_stats(hsr_session *session, hsr_session_stats
  *  @since 0.1  @threads session  @blocks for at most one step  @alloc yes */
 HSR_API hsr_status hsr_session_observe(hsr_session *session, int32_t what, int32_t layer, uint64_t first, uint64_t n, float *out, uint64_t size, hsr_error *err);
 
+/** Append n positions whose keys and values are sampled (seeded) from those the session has computed, turned to their new places: for
+ *  measuring long contexts without hours of prefill. They go through the same pages, formats, index and tiers; what the model says
+ *  afterwards means nothing.
+ *  @return HSR_OK; HSR_E_STATE (nothing computed yet, or work under way), HSR_E_CONTEXT, HSR_E_NOSPACE, HSR_E_NOMEM, HSR_E_BUSY; on a failure
+ *          part-way the positions appended so far stay
+ *  @since 0.1  @threads session  @blocks while it appends; other sessions wait  @alloc yes */
+HSR_API hsr_status hsr_session_fill(hsr_session *session, uint64_t n, uint64_t seed, hsr_error *err);
+
 /** Record queries while the session computes: from now on, the query heads (after rope) of every position first + k * stride, of layers
  *  [layer_first, layer_end), go to queries[(layer - layer_first)][k][n_heads][head_dim], k < n. n = 0 ends it. The memory must stay
  *  until then.
@@ -596,6 +606,48 @@ HSR_API void hsr_restore_opts_init(hsr_restore_opts *opts, uint32_t struct_size)
  *          HSR_E_CONTEXT, HSR_E_NOSPACE (the memory budgets or max_sessions), HSR_E_UNSUPPORTED, HSR_E_INVALID, HSR_E_NOMEM
  *  @since 0.1  @threads any  @blocks on the file, and between steps  @alloc yes */
 HSR_API hsr_status hsr_session_restore(hsr_engine *engine, const char *path, const hsr_restore_opts *opts, hsr_session **session, hsr_error *err);
+
+/* ---- planning ------------------------------------------------------------------------------------------------- */
+
+/* What is short, if a plan does not fit. */
+#define HSR_SHORT_NOTHING  0
+#define HSR_SHORT_MEMORY   1 /* hot_bytes and warm_bytes; short_needed and short_available are bytes */
+#define HSR_SHORT_COLD     2 /* cold_bytes; likewise */
+#define HSR_SHORT_SESSIONS 3 /* max_sessions; they are sessions */
+
+typedef struct hsr_plan_result {
+    uint32_t struct_size;
+    int32_t  fits;              /* nonzero: an engine with these options admits all sessions, each up to its context */
+    int32_t  short_of;          /* HSR_SHORT_* */
+    uint32_t n_resident;        /* sessions whose pages all stay in memory; those of the others may leave for the cold file */
+    uint64_t short_needed, short_available;
+    uint64_t context;           /* tokens of a session */
+    /* for all sessions together, once */
+    uint64_t weight_bytes;      /* mapped from the file, shared with other processes */
+    uint64_t scratch_bytes;     /* for computing */
+    /* for one session, full */
+    uint64_t plain_bytes;       /* slots of pages as they are written: all pages, or with an encoded format or a cold tier the most recent */
+    uint64_t sealed_bytes;      /* slots of all others */
+    uint64_t index_bytes;       /* what selectors scan */
+    uint64_t table_bytes;       /* page tables and token ids; beside the budgets */
+    uint64_t session_blocks;    /* blocks of 1 MiB of memory if all of it stays there */
+    /* for all sessions, full, as they are admitted; if they do not fit, what they would need */
+    uint64_t memory_bytes, memory_budget;
+    uint64_t cold_bytes, cold_budget;
+    uint64_t total_bytes;       /* the process at most: weights, scratch, tables, and KV memory, with a cold tier as far as the budget goes */
+} hsr_plan_result;
+
+/** What n_sessions sessions with these options, each filled to its context, need, and whether an engine with these options admits
+ *  them: counted by the functions that admit. Needs no model file: `model` may be filled from a configuration. A format or an index
+ *  that needs a calibration is planned as if there were one; index_kind AUTO is planned as NONE, since `profile` is of no engine yet.
+ *  @param model    vocab_size, hidden_size, n_layers, n_heads, n_kv_heads, head_dim, context_length and weight_dtype are needed.
+ *                  intermediate_size 0 is taken as 4 * hidden_size, rotary_dim 0 as head_dim, weight_bytes and n_params as they are
+ *  @param engine   NULL: defaults. hot_bytes 0 looks at the memory available now, as creating the engine would
+ *  @param session  NULL: defaults
+ *  @param plan     filled, also if the plan does not fit
+ *  @return HSR_OK, fitting or not; HSR_E_INVALID, HSR_E_CONTEXT, HSR_E_UNSUPPORTED, HSR_E_IO (cold_dir without cold_bytes), HSR_E_NOMEM
+ *  @since 0.1  @threads any  @blocks no  @alloc yes */
+HSR_API hsr_status hsr_plan(const hsr_model_info *model, const hsr_engine_opts *engine, const hsr_session_opts *session, uint32_t n_sessions, hsr_plan_result *plan, hsr_error *err);
 
 #ifdef __cplusplus
 }

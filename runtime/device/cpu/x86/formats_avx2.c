@@ -2,9 +2,8 @@
 /* AVX2 and FMA: the words that formats_body.h is written in, for 8 floats. */
 #include <immintrin.h>
 #include <stdint.h>
-#include <string.h>
 
-#include "device/formats.h"
+#include "device/cpu/formats_encode.h"
 
 #define WIDTH 8u
 /* Registers: even and odd chains of 3 x 2, or sums of 3 x 4, are 12 of 16. */
@@ -141,4 +140,5 @@ static inline float vec_largest(vec v)
 void hsri_page_kernels_fill_avx2(hsri_page_kernels *k)
 {
     fill(k);
+    fill_encoders(k);
 }

@@ -2,9 +2,8 @@
 /* AVX-512 F/BW/DQ/VL: the words that formats_body.h is written in, for 16 floats. */
 #include <immintrin.h>
 #include <stdint.h>
-#include <string.h>
 
-#include "device/formats.h"
+#include "device/cpu/formats_encode.h"
 
 #define WIDTH 16u
 /* Registers: even and odd chains of 6 x 2, or sums of 6 x 4, are 24 of 32. */
@@ -129,4 +128,5 @@ static inline float vec_largest(vec v)
 void hsri_page_kernels_fill_avx512(hsri_page_kernels *k)
 {
     fill(k);
+    fill_encoders(k);
 }

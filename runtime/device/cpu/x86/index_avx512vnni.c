@@ -9,6 +9,5 @@ static inline __m512i dot_words(__m512i acc, __m512i a, __m512i b) { return _mm5
 
 void hsri_sparse_kernels_fill_avx512vnni(hsri_sparse_kernels *k)
 {
-    fill_lanes(k);
-    k->score_sketch = score_sketch;
+    fill_512(k);
 }

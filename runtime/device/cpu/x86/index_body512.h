@@ -26,14 +26,14 @@ typedef struct sketch_shape {
     hsri_index_layout at;
 } sketch_shape;
 
-/* A head of the call. */
-typedef struct sketch_head {
-    __m512i weights[MAX_BLOCKS];           /* int16: the weight of a code at the largest scale of the call, 127 * 128 for the largest of all */
-    __m512i query[MAX_BLOCKS];             /* int16, for mean keys */
-    float   step;                          /* log2 of a mass for a weight of 1 */
-    float   query_step;
-    float   base;                          /* log2 of the mass of a token at the calibration's mean key */
-} sketch_head;
+/* The heads of a pass. */
+typedef struct sketch_heads {
+    __m512i weights[HEADS][MAX_BLOCKS];    /* int16: the weight of a code at the largest scale of the call, 127 * 128 for the largest of all */
+    __m512i query[HEADS][MAX_BLOCKS];      /* int16, for mean keys */
+    float   step[HEADS];                   /* log2 of a mass for a weight of 1 */
+    float   query_step[HEADS];
+    float   base[HEADS];                   /* log2 of the mass of a token at the calibration's mean key */
+} sketch_heads;
 
 static inline __mmask16 first16(uint32_t n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1u); }
 static inline uint32_t left_of(uint32_t n, uint32_t used) { return n > used ? n - used : 0; }
@@ -94,22 +94,23 @@ static float words_of(const float *x, const float *by, float factor, uint32_t n,
 }
 
 /* Fills a group of four. */
-static void no_head(const sketch_shape *s, sketch_head *head)
+static void no_head(const sketch_shape *s, uint32_t i, sketch_heads *heads)
 {
-    memset(head->weights, 0, s->n_blocks * sizeof *head->weights);
-    memset(head->query, 0, s->n_means * sizeof *head->query);
-    head->step = head->query_step = head->base = 0.0f;
+    memset(heads->weights[i], 0, s->n_blocks * sizeof *heads->weights[i]);
+    memset(heads->query[i], 0, s->n_means * sizeof *heads->query[i]);
+    heads->step[i] = heads->query_step[i] = heads->base[i] = 0.0f;
 }
 
-static void prepare_head(const sketch_shape *s, const hsri_score_args *a, uint32_t h, const float *most, sketch_head *head)
+/* Head h of the call as head i of the pass. */
+static void prepare_head(const sketch_shape *s, const hsri_score_args *a, uint32_t h, const float *most, uint32_t i, sketch_heads *heads)
 {
     const float *q = a->queries + (uint64_t)h * s->d;
     float        factor = a->scale * LOG2E;
 
     /* A step is that of a byte: words have seven bits more. */
-    head->step = words_of(a->rotated + (uint64_t)h * s->d, most, factor, s->n, s->n_blocks, 127.0f * 128.0f, head->weights) * 128.0f;
-    head->query_step = words_of(q, NULL, factor, s->d, s->n_means, 32767.0f, head->query);
-    head->base = (a->mean_k ? factor * dot_float(q, a->mean_k, s->d) : 0.0f) - a->reference[h] * LOG2E;
+    heads->step[i] = words_of(a->rotated + (uint64_t)h * s->d, most, factor, s->n, s->n_blocks, 127.0f * 128.0f, heads->weights[i]) * 128.0f;
+    heads->query_step[i] = words_of(q, NULL, factor, s->d, s->n_means, 32767.0f, heads->query[i]);
+    heads->base[i] = (a->mean_k ? factor * dot_float(q, a->mean_k, s->d) : 0.0f) - a->reference[h] * LOG2E;
 }
 
 /* ---- a page ---- */
@@ -143,10 +144,18 @@ static inline __m128i sum_all(__m512i a, __m512i b, __m512i c, __m512i d)
 
 /* What a page's products need of up to HEADS heads. */
 typedef struct page_work {
-    uint32_t weights[MAX_BLOCKS * 8][HEADS];   /* a quad's four bytes, for each head */
-    float    base[HEADS];                      /* log2 of the mass of a token whose components are all zero */
-    float    step[HEADS];
+    __m512i weights[MAX_BLOCKS][HEADS / 2];    /* bytes of two heads, by turns of eight */
+    float   base[HEADS];                       /* log2 of the mass of a token whose components are all zero */
+    float   step[HEADS];
 } page_work;
+
+/* Where the weights of quads `quad` (even) and quad + 1 are: those of head h at [HEAD_AT(h)] and the next. */
+static inline const int32_t *quads_at(const page_work *work, uint32_t quad)
+{
+    return (const int32_t *)work->weights[quad / 8] + quad % 8 / 2 * 4;
+}
+
+#define HEAD_AT(h) ((h) / 2 * 16 + (h) % 2 * 2)
 
 /* The page's scales as shares of the largest ones, 256 for 1. */
 static inline void page_shares(const sketch_shape *s, const uint8_t *entry, const float *inverse, __m512i *shares)
@@ -157,37 +166,26 @@ static inline void page_shares(const sketch_shape *s, const uint8_t *entry, cons
 }
 
 /* Bytes of the weights of four heads, and twice the sum of weights times the middle of their codes. */
-static inline __m128i page_weights(const sketch_shape *s, const sketch_head *heads, const __m512i *shares, const __m512i *middles, uint32_t h0,
+static inline __m128i page_weights(const sketch_shape *s, const sketch_heads *heads, const __m512i *shares, const __m512i *middles, uint32_t h0,
                                    page_work *work)
 {
     __m512i offsets[4] = { _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512() };
 
     for (uint32_t i = 0; i < s->n_blocks; i++) {
-        __m512i words[4], ab, cd, low, high;
+        __m512i words[4];
 
-        for (uint32_t h = 0; h < 4; h++) {
-            words[h] = _mm512_mulhrs_epi16(heads[h0 + h].weights[i], shares[i]);
+        UNROLL for (uint32_t h = 0; h < 4; h++) {
+            words[h] = _mm512_mulhrs_epi16(heads->weights[h0 + h][i], shares[i]);
             offsets[h] = dot_words(offsets[h], words[h], middles[i]);
         }
-        /* bytes of heads a and b by turns of eight, then of all four by turns of four: a line for each two quads */
-        ab = _mm512_packs_epi16(words[0], words[1]);
-        cd = _mm512_packs_epi16(words[2], words[3]);
-        ab = _mm512_shuffle_epi32(ab, _MM_PERM_DBCA);
-        cd = _mm512_shuffle_epi32(cd, _MM_PERM_DBCA);
-        low = _mm512_unpacklo_epi64(ab, cd);
-        high = _mm512_unpackhi_epi64(ab, cd);
-        for (uint32_t lane = 0; lane < 4; lane++) {
-            _mm_storeu_si128((__m128i *)&work->weights[i * 8 + 2 * lane][h0], _mm512_extracti32x4_epi32(low, 0));
-            _mm_storeu_si128((__m128i *)&work->weights[i * 8 + 2 * lane + 1][h0], _mm512_extracti32x4_epi32(high, 0));
-            low = _mm512_shuffle_i64x2(low, low, _MM_SHUFFLE(0, 3, 2, 1));
-            high = _mm512_shuffle_i64x2(high, high, _MM_SHUFFLE(0, 3, 2, 1));
-        }
+        work->weights[i][h0 / 2] = _mm512_packs_epi16(words[0], words[1]);
+        work->weights[i][h0 / 2 + 1] = _mm512_packs_epi16(words[2], words[3]);
     }
     return sum_all(offsets[0], offsets[1], offsets[2], offsets[3]);
 }
 
 /* Products of four heads with the page's mean key. */
-static inline __m128i mean_products(const sketch_shape *s, const sketch_head *heads, const uint8_t *entry, uint32_t h0)
+static inline __m128i mean_products(const sketch_shape *s, const sketch_heads *heads, const uint8_t *entry, uint32_t h0)
 {
     __m512i sums[4] = { _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512() };
 
@@ -196,22 +194,20 @@ static inline __m128i mean_products(const sketch_shape *s, const sketch_head *he
         __mmask32 mask = n >= 32 ? 0xffffffffu : (1u << n) - 1u;
         __m512i   mean = _mm512_cvtepi8_epi16(_mm256_maskz_loadu_epi8(mask, entry + s->at.mean_k + 32 * i));
 
-        for (uint32_t h = 0; h < 4; h++)
-            sums[h] = dot_words(sums[h], heads[h0 + h].query[i], mean);
+        UNROLL for (uint32_t h = 0; h < 4; h++)
+            sums[h] = dot_words(sums[h], heads->query[h0 + h][i], mean);
     }
     return sum_all(sums[0], sums[1], sums[2], sums[3]);
 }
 
 /* base and step of four heads. Not a number becomes far below everything. */
-static inline void page_bases(const sketch_head *heads, const uint8_t *entry, __m128i means, __m128i offsets, uint32_t h0, page_work *work)
+static inline void page_bases(const sketch_heads *heads, const uint8_t *entry, __m128i means, __m128i offsets, uint32_t h0, page_work *work)
 {
-    const sketch_head *h = heads + h0;
-    const __m128       nowhere = _mm_set1_ps(-1e30f);
-    __m128             step = _mm_setr_ps(h[0].step, h[1].step, h[2].step, h[3].step);
-    __m128             query_step = _mm_setr_ps(h[0].query_step, h[1].query_step, h[2].query_step, h[3].query_step);
-    __m128             base = _mm_setr_ps(h[0].base, h[1].base, h[2].base, h[3].base);
+    const __m128 nowhere = _mm_set1_ps(-1e30f);
+    __m128       step = _mm_loadu_ps(heads->step + h0), base = _mm_loadu_ps(heads->base + h0);
+    __m128       query_step = _mm_mul_ps(_mm_loadu_ps(heads->query_step + h0), _mm_set1_ps(load_float(entry)));
 
-    base = _mm_fmadd_ps(_mm_cvtepi32_ps(means), _mm_mul_ps(query_step, _mm_set1_ps(load_float(entry))), base);
+    base = _mm_fmadd_ps(_mm_cvtepi32_ps(means), query_step, base);
     base = _mm_fmadd_ps(_mm_cvtepi32_ps(offsets), _mm_mul_ps(step, _mm_set1_ps(-0.5f)), base);
     base = _mm_min_ps(_mm_max_ps(base, nowhere), _mm_set1_ps(1e30f));   /* the second operand, if the first is NaN */
     step = _mm_max_ps(step, _mm_setzero_ps());
@@ -246,19 +242,20 @@ INLINE void page_sums(const sketch_shape *s, const uint8_t *entry, const page_wo
         for (; quad < s->quads_4bit; quad += 2, codes += 256) {
             __m512i bytes = _mm512_load_si512(codes), low = _mm512_and_si512(bytes, low4);
             __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low4);
+            const int32_t *w = quads_at(work, quad);
 
             UNROLL for (uint32_t h = 0; h < n; h++)
-                acc[h] = dot_bytes(dot_bytes(acc[h], low, _mm512_set1_epi32((int)work->weights[quad][h])), high,
-                                   _mm512_set1_epi32((int)work->weights[quad + 1][h]));
+                acc[h] = dot_bytes(dot_bytes(acc[h], low, _mm512_set1_epi32(w[HEAD_AT(h)])), high, _mm512_set1_epi32(w[HEAD_AT(h) + 1]));
         }
         for (; quad < s->quads_4bit + s->quads_2bit; quad += 4, codes += 256) {
             __m512i bytes = _mm512_load_si512(codes);
 
             UNROLL for (uint32_t part = 0; part < 4; part++, bytes = _mm512_srli_epi16(bytes, 2)) {
-                __m512i two = _mm512_and_si512(bytes, low2);
+                __m512i        two = _mm512_and_si512(bytes, low2);
+                const int32_t *w = quads_at(work, quad + part / 2 * 2) + part % 2;
 
                 UNROLL for (uint32_t h = 0; h < n; h++)
-                    acc[h] = dot_bytes(acc[h], two, _mm512_set1_epi32((int)work->weights[quad + part][h]));
+                    acc[h] = dot_bytes(acc[h], two, _mm512_set1_epi32(w[HEAD_AT(h)]));
             }
         }
         UNROLL for (uint32_t h = 0; h < n; h++)
@@ -287,7 +284,7 @@ static inline void store_masses(const hsri_score_args *a, const __m512 *sums, ui
     case count: page_sums(s, entry, &work, count, sums); break;
 
 /* Heads [h0, h0 + n) of the call, which are `heads`, and one page. */
-static void score_page(const sketch_shape *s, const hsri_score_args *a, const sketch_head *heads, uint32_t h0, uint32_t n, uint32_t page,
+static void score_page(const sketch_shape *s, const hsri_score_args *a, const sketch_heads *heads, uint32_t h0, uint32_t n, uint32_t page,
                        const float *inverse, const __m512i *middles)
 {
     const uint8_t *entry = a->entries[page];
@@ -320,6 +317,95 @@ static void fill_middles(const hsri_index_shape *shape, const sketch_shape *s, _
     memcpy(middles, twice, s->n_blocks * sizeof *middles);
 }
 
+/* ---- mean values ---- */
+
+/* Heads and lines of 16 components whose sums stay in registers. */
+#define MEAN_HEADS 4u
+#define MEAN_LINES 4u
+
+/* Weights of the pages of a call for one head: the masses of their units. Returns their sum. */
+static inline float mean_weights(const float *mass, uint32_t n_pages, float factor, float *weights)
+{
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    __m512        all = _mm512_setzero_ps();
+
+    for (uint32_t p = 0; p < n_pages; p += 16) {
+        __m512 x[4], sums;
+
+        for (uint32_t i = 0; i < 4; i++)
+            x[i] = _mm512_maskz_loadu_ps(first16(left_of(4 * n_pages, 4 * p + 16 * i)), mass + 4 * p + 16 * i);
+        sums = _mm512_mul_ps(_mm512_permutexvar_ps(order, sum_lanes(x[0], x[1], x[2], x[3])), _mm512_set1_ps(factor));
+        _mm512_storeu_ps(weights + p, sums);
+        all = _mm512_add_ps(all, sums);
+    }
+    return _mm512_reduce_add_ps(all);
+}
+
+/* A block of n heads and lines of components: out[h] += sum over pages of weights[h] times codes. */
+INLINE void mean_block(const uint8_t *const *codes, uint32_t n_pages, uint32_t n, uint32_t n_lines, uint32_t left,
+                       float (*weights)[HSRI_SCORE_PAGES], float *out, uint64_t out_stride)
+{
+    __m512 sums[MEAN_HEADS][MEAN_LINES];
+
+    UNROLL for (uint32_t h = 0; h < n; h++)
+        UNROLL for (uint32_t i = 0; i < n_lines; i++)
+            sums[h][i] = _mm512_maskz_loadu_ps(first16(left_of(left, 16 * i)), out + h * out_stride + 16 * i);
+    for (uint32_t p = 0; p < n_pages; p++) {
+        __m512 line[MEAN_LINES];
+
+        UNROLL for (uint32_t i = 0; i < n_lines; i++)
+            line[i] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(first16(left_of(left, 16 * i)), codes[p] + 16 * i)));
+        UNROLL for (uint32_t h = 0; h < n; h++)
+            UNROLL for (uint32_t i = 0; i < n_lines; i++)
+                sums[h][i] = _mm512_fmadd_ps(_mm512_set1_ps(weights[h][p]), line[i], sums[h][i]);
+    }
+    UNROLL for (uint32_t h = 0; h < n; h++)
+        UNROLL for (uint32_t i = 0; i < n_lines; i++)
+            _mm512_mask_storeu_ps(out + h * out_stride + 16 * i, first16(left_of(left, 16 * i)), sums[h][i]);
+}
+
+static void mean_heads(const uint8_t *const *codes, uint32_t n_pages, uint32_t n, uint32_t d, float (*weights)[HSRI_SCORE_PAGES], float *out)
+{
+    for (uint32_t j = 0; j < d; j += 16 * MEAN_LINES) {
+        const uint8_t *at[HSRI_SCORE_PAGES];
+
+        for (uint32_t p = 0; p < n_pages; p++)
+            at[p] = codes[p] + j;
+        switch (n) {
+        case 1:  mean_block(at, n_pages, 1, MEAN_LINES, d - j, weights, out + j, 1 + d); break;
+        case 2:  mean_block(at, n_pages, 2, MEAN_LINES, d - j, weights, out + j, 1 + d); break;
+        case 3:  mean_block(at, n_pages, 3, MEAN_LINES, d - j, weights, out + j, 1 + d); break;
+        default: mean_block(at, n_pages, 4, MEAN_LINES, d - j, weights, out + j, 1 + d); break;
+        }
+    }
+}
+
+static void add_means_512(const uint8_t *const *entries, uint32_t n_pages, const hsri_index_shape *shape, uint32_t n_heads, const float *mass,
+                          uint64_t mass_stride, const float *factors, float *out)
+{
+    hsri_index_layout at = hsri_index_layout_of(shape);
+    const uint8_t    *codes[HSRI_SCORE_PAGES];
+    float             weights[MEAN_HEADS][HSRI_SCORE_PAGES], scales[HSRI_SCORE_PAGES];
+    uint32_t          d = shape->head_dim;
+
+    for (uint32_t p = 0; p < n_pages; p++) {
+        codes[p] = entries[p] + at.mean_v;
+        scales[p] = load_float(entries[p] + sizeof(float));
+    }
+    for (uint32_t h0 = 0; h0 < n_heads; h0 += MEAN_HEADS, out += MEAN_HEADS * (1 + d)) {
+        uint32_t n = (uint32_t)hsri_min(MEAN_HEADS, n_heads - h0);
+
+        for (uint32_t h = 0; h < n; h++) {
+            out[h * (1 + d)] += mean_weights(mass + (h0 + h) * mass_stride, n_pages, factors[h0 + h], weights[h]);
+            for (uint32_t p = 0; p < n_pages; p++)
+                weights[h][p] = weights[h][p] > 0.0f ? weights[h][p] * scales[p] : 0.0f;
+        }
+        mean_heads(codes, n_pages, n, d, weights, out + 1);
+    }
+}
+
+/* ---- scoring ---- */
+
 static void score_sketch(const hsri_score_args *a)
 {
     const hsri_index_shape *shape = a->shape;
@@ -327,7 +413,7 @@ static void score_sketch(const hsri_score_args *a)
     sketch_shape            s = { d, n, (n + 31) / 32, (d + 31) / 32, shape->n_4bit / 4, shape->n_2bit / 4, hsri_index_layout_of(shape) };
     float                   most[32 * MAX_BLOCKS], inverse[32 * MAX_BLOCKS];
     __m512i                 middles[MAX_BLOCKS];
-    sketch_head             heads[HEADS];
+    sketch_heads            heads;
 
     /* Masses below the normal range are 0: the processor would take a hundred cycles for each. */
     _mm_setcsr(csr | _MM_FLUSH_ZERO_ON);
@@ -339,11 +425,18 @@ static void score_sketch(const hsri_score_args *a)
         uint32_t part = (uint32_t)hsri_min(HEADS, a->n_heads - h0);
 
         for (uint32_t h = 0; h < part; h++)
-            prepare_head(&s, a, h0 + h, most, &heads[h]);
+            prepare_head(&s, a, h0 + h, most, h, &heads);
         for (uint32_t h = part; h % 4; h++)
-            no_head(&s, &heads[h]);
+            no_head(&s, h, &heads);
         for (uint32_t page = 0; page < a->n_pages; page++)
-            score_page(&s, a, heads, h0, part, page, inverse, middles);
+            score_page(&s, a, &heads, h0, part, page, inverse, middles);
     }
     _mm_setcsr(csr);
+}
+
+static void fill_512(hsri_sparse_kernels *k)
+{
+    fill_lanes(k);
+    k->score_sketch = score_sketch;
+    k->add_means = add_means_512;
 }

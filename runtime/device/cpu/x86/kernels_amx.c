@@ -91,12 +91,18 @@ INLINE void fetch(const uint8_t *at, uint32_t bytes)
 
 INLINE __m512 load_f16(const uint8_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
 
-/* Weights of an even and an odd input, as dwords of two bf16: to nearest, ties away from zero, which costs one addition. */
-INLINE __m512i pair_bf16(__m512 even, __m512 odd)
+/* Upper halves of an even and an odd weight, as a dword of two bf16. */
+INLINE __m512i cut_pair(__m512 even, __m512 odd)
 {
-    const __m512i half = _mm512_set1_epi32(0x8000), top_to_low = _mm512_set4_epi32(0x00000f0e, 0x00000b0a, 0x00000706, 0x00000302);
-    __m512i e = _mm512_add_epi32((__m512i)even, half), o = _mm512_add_epi32((__m512i)odd, half);
-    return _mm512_mask_shuffle_epi8(o, 0x3333333333333333u, e, top_to_low);
+    const __m512i top_to_low = _mm512_set4_epi32(0x00000f0e, 0x00000b0a, 0x00000706, 0x00000302);
+    return _mm512_mask_shuffle_epi8((__m512i)odd, 0x3333333333333333u, (__m512i)even, top_to_low);
+}
+
+/* The same, rounded to nearest, ties away from zero, which costs an addition. */
+INLINE __m512i round_pair(__m512 even, __m512 odd)
+{
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    return cut_pair((__m512)_mm512_add_epi32((__m512i)even, half), (__m512)_mm512_add_epi32((__m512i)odd, half));
 }
 
 /* A byte in the mantissa of 128 makes a number without a conversion: of each dword of v, byte j on `at` of 128's bytes. */
@@ -122,16 +128,18 @@ INLINE void unpack_run_q8(const uint8_t *codes, const uint8_t *scales, uint8_t *
         for (uint32_t j = 0; j < 4; j++) {
             w[j] = _mm512_fmsub_ps(byte_in_128(v, j, 1), factor, offset);
         }
-        _mm512_store_si512(out, pair_bf16(w[0], w[1]));
-        _mm512_store_si512(out + 64, pair_bf16(w[2], w[3]));
+        _mm512_store_si512(out, round_pair(w[0], w[1]));
+        _mm512_store_si512(out + 64, round_pair(w[2], w[3]));
     }
 }
 
-/* weight = fma(scale, 16 + code, minimum - 16 scale): a code in the top of its mantissa makes 128 + 8 code. */
+/* weight = fma(scale, 16 + code, minimum - 16 scale): a code in the top of its mantissa makes 128 + 8 code. Here reading is bound by
+ * arithmetic, so weights are cut instead of rounded, and scale and minimum made larger by what cutting takes away on average. */
 INLINE void unpack_run_q4(const uint8_t *codes, const uint8_t *scales, uint8_t *out)
 {
     const __m512i code = _mm512_set1_epi8(0x78);
-    __m512 scale = load_f16(scales), minimum = load_f16(scales + HSRI_PANEL * 2);
+    const __m512 larger = _mm512_set1_ps(0x1.00b8p+0f);
+    __m512 scale = _mm512_mul_ps(load_f16(scales), larger), minimum = _mm512_mul_ps(load_f16(scales + HSRI_PANEL * 2), larger);
     __m512 factor = _mm512_mul_ps(scale, _mm512_set1_ps(0.125f)), offset = _mm512_fnmadd_ps(scale, _mm512_set1_ps(16.0f), minimum);
     UNROLL
     for (uint32_t line = 0; line < 4; line++, codes += 64, out += 256) {
@@ -145,7 +153,7 @@ INLINE void unpack_run_q4(const uint8_t *codes, const uint8_t *scales, uint8_t *
         }
         UNROLL
         for (uint32_t j = 0; j < 4; j++) {
-            _mm512_store_si512(out + j * 64, pair_bf16(w[2 * j], w[2 * j + 1]));
+            _mm512_store_si512(out + j * 64, cut_pair(w[2 * j], w[2 * j + 1]));
         }
     }
 }
@@ -433,8 +441,6 @@ LINEAR(bf16, HSRI_DTYPE_BF16)
 LINEAR(q8, HSRI_DTYPE_Q8)
 LINEAR(q4, HSRI_DTYPE_Q4)
 
-static inline __m512 from_bf16(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
-
 /* ---- attention over bf16 pages ----
  *
  * A page holds keys as [d/2][64 tokens][2] and values as [32 token pairs][d][2]: 16 lines of either, 64 bytes wide, are a tile of
@@ -544,61 +550,6 @@ INLINE weight_tile keys_at(const page_keys *k, uint32_t j, uint32_t token)
     return (weight_tile) { (j < k->whole ? k->at + j / 2 * line : k->rest) + token * 4, line };
 }
 
-/* Scores of a tile of queries and 32 tokens, in tiles c0 and c1 of sums. What was in them is stored first: the multiplications of
- * one pair of tiles run while the other pair is stored. */
-#define SCORE_STEP(c0, c1, pending, query, scores, keys, token) \
-    do { \
-        if (pending != NULL) { \
-            TILE_STORE(c0, pending, HSRI_RUN * sizeof(float)); \
-            TILE_STORE(c1, pending + 16, HSRI_RUN * sizeof(float)); \
-        } \
-        TILE_ZERO(c0); \
-        TILE_ZERO(c1); \
-        for (uint32_t j_ = 0; j_ < a->head_dim; j_ += HSRI_RUN) { \
-            weight_tile w0_ = keys_at(keys, j_, token), w1_ = keys_at(keys, j_, (token) + 16); \
-            TILE_LOAD(4, query + j_, QUERY_STRIDE(a->head_dim) * sizeof(uint16_t)); \
-            TILE_LOAD(6, w0_.at, w0_.stride); \
-            TILE_MULTIPLY(c0, 4, 6); \
-            TILE_LOAD(7, w1_.at, w1_.stride); \
-            TILE_MULTIPLY(c1, 4, 7); \
-        } \
-        pending = scores; \
-    } while (0)
-
-/* Unscaled scores of all queries and the first `most` tokens. Those of hidden tokens are garbage. */
-static void score_queries(const hsri_attend_args *a, const query_tiles *q, uint32_t most)
-{
-    _Alignas(64) uint8_t rest[TILE_ROWS][HSRI_PAGE_TOKENS * 4];
-    const uint16_t *queries = round_queries(a);
-    float *pending0 = NULL, *pending1 = NULL;
-    page_keys keys = { NULL, rest[0], a->head_dim / HSRI_RUN * HSRI_RUN };
-    memset(rest, 0, sizeof rest);
-    for (uint32_t t = 0, step = 0; t < most; t += HSRI_RUN) {
-        uint32_t token = t % HSRI_PAGE_TOKENS;
-        if (token == 0) {
-            keys.at = a->pages[t / HSRI_PAGE_TOKENS] + HSRI_PAGE_HEADER_BYTES;
-            memcpy(rest, keys.at + keys.whole / 2 * sizeof rest[0], (a->head_dim - keys.whole) / 2 * sizeof rest[0]);
-        }
-        for (uint32_t tile = 0; tile < q->n_tiles; tile++, step++) {
-            const uint16_t *query = queries + query0(q, tile) * QUERY_STRIDE(a->head_dim);
-            float *scores = a->scratch + tile * N_SCORES + t / HSRI_RUN * SCORE_RUN(q->rows);
-            if (step % 2 == 0) {
-                SCORE_STEP(0, 1, pending0, query, scores, &keys, token);
-            } else {
-                SCORE_STEP(2, 3, pending1, query, scores, &keys, token);
-            }
-        }
-    }
-    if (pending0 != NULL) {
-        TILE_STORE(0, pending0, HSRI_RUN * sizeof(float));
-        TILE_STORE(1, pending0 + 16, HSRI_RUN * sizeof(float));
-    }
-    if (pending1 != NULL) {
-        TILE_STORE(2, pending1, HSRI_RUN * sizeof(float));
-        TILE_STORE(3, pending1 + 16, HSRI_RUN * sizeof(float));
-    }
-}
-
 /* 2^t: 2^floor(t) times a polynomial of the fraction, right to 3e-6. NaN stays NaN. */
 INLINE __m512 exp2_near(__m512 t)
 {
@@ -611,82 +562,141 @@ INLINE __m512 exp2_near(__m512 t)
     return _mm512_scalef_ps(p, t);
 }
 
-/* Chains of maxima and of sums that run side by side. */
-#define SOFTMAX_STEP 4u
+/* What becomes of the scores of a query. */
+typedef struct softmax_state {
+    __m512 largest;   /* of each lane */
+    __m512 even, odd; /* sums of weights, of each lane */
+    float top;        /* maximum times log2(e) */
+} softmax_state;
 
-/* Scores of one query of a tile: those of token t are at + t % 32 + t / 32 * step. */
-typedef struct score_row {
-    float   *at;
-    uint16_t *weights;
-    uint32_t step;
-} score_row;
-
-INLINE __m512 scores_at(const score_row *row, uint32_t t) { return _mm512_load_ps(row->at + t / HSRI_RUN * row->step + t % HSRI_RUN); }
-
-INLINE void store_weights(const score_row *row, uint32_t t, __m256i weights)
+/* The largest of a tile's scores of 32 tokens from t on. A NaN never becomes the maximum. */
+static void take_largest(const hsri_attend_args *a, uint32_t query, uint32_t rows, uint32_t t, const float *scores, softmax_state *states)
 {
-    _mm256_store_si256((__m256i *)(row->weights + t / HSRI_RUN * (2 * row->step) + t % HSRI_RUN), weights);
-}
-
-static float largest_score(const score_row *row, float scale, uint32_t visible)
-{
-    const __m512 lowest = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(scale);
-    __m512 largest[SOFTMAX_STEP] = { lowest, lowest, lowest, lowest };
-    uint32_t t = 0;
-    for (; t + SOFTMAX_STEP * 16 <= visible; t += SOFTMAX_STEP * 16) {
-        UNROLL
-        for (uint32_t i = 0; i < SOFTMAX_STEP; i++) {
-            /* the second operand is taken where the first is NaN */
-            largest[i] = _mm512_max_ps(_mm512_mul_ps(scores_at(row, t + i * 16), factor), largest[i]);
+    const __m512 lowest = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(a->scale);
+    for (uint32_t r = 0; r < rows; r++, scores += HSRI_RUN) {
+        uint32_t visible = a->visible[query + r], left = visible > t ? visible - t : 0;
+        __m512 low = _mm512_mul_ps(_mm512_load_ps(scores), factor), high = _mm512_mul_ps(_mm512_load_ps(scores + 16), factor);
+        if (left < HSRI_RUN) {
+            low = _mm512_mask_mov_ps(lowest, lanes(left), low);
+            high = _mm512_mask_mov_ps(lowest, left > 16 ? lanes(left - 16) : 0, high);
         }
+        /* the second operand is taken where the first is NaN */
+        states[r].largest = _mm512_max_ps(high, _mm512_max_ps(low, states[r].largest));
     }
-    for (; t < visible; t += 16) {
-        __m512 v = _mm512_mul_ps(scores_at(row, t), factor);
-        largest[0] = _mm512_max_ps(_mm512_mask_mov_ps(lowest, lanes(visible - t), v), largest[0]);
-    }
-    return _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(largest[0], largest[1]), _mm512_max_ps(largest[2], largest[3])));
 }
 
-/* Scores of one query into bf16 weights exp(scale score - max), in place, with zeros up to n_tokens; gives max and the sum of the
- * rounded weights, so that rounding does not move the mean of the values. A NaN score never becomes the maximum, but its weight is
- * NaN, and so are the sum and the output. */
-static void softmax(const score_row *row, float scale, uint32_t visible, uint32_t n_tokens, float *max, float *sum)
+/* A tile's scores of 32 tokens into bf16 weights exp(scale score - max), zeros for hidden tokens, in place: the weights of row r lie
+ * over the scores of rows before it, or its own. The sums are of rounded weights, so that rounding does not move the mean of
+ * the values. The weight of a NaN is NaN, and so are the sum and the output. */
+static void take_weights(const hsri_attend_args *a, uint32_t query, uint32_t rows, uint32_t t, float *scores, softmax_state *states)
 {
-    *max = largest_score(row, scale, visible);
-    const __m512 log2e = _mm512_set1_ps(0x1.715476p+0f);
-    const __m512 slope = _mm512_mul_ps(_mm512_set1_ps(scale), log2e), top = _mm512_mul_ps(_mm512_set1_ps(*max), log2e);
-    __m512 total[SOFTMAX_STEP] = { _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps() };
-    uint32_t t = 0;
-    for (; t + SOFTMAX_STEP * 16 <= visible; t += SOFTMAX_STEP * 16) {
-        UNROLL
-        for (uint32_t i = 0; i < SOFTMAX_STEP; i++) {
-            __m512 p = exp2_near(_mm512_fmsub_ps(scores_at(row, t + i * 16), slope, top));
-            __m256i rounded = (__m256i)_mm512_cvtneps_pbh(p);
-            store_weights(row, t + i * 16, rounded);
-            total[i] = _mm512_add_ps(total[i], from_bf16(rounded));
+    const __m512 slope = _mm512_mul_ps(_mm512_set1_ps(a->scale), _mm512_set1_ps(0x1.715476p+0f));
+    const __m512i upper = _mm512_set1_epi32((int)0xffff0000u);
+    float *weights = scores;
+    for (uint32_t r = 0; r < rows; r++, scores += HSRI_RUN, weights += HSRI_RUN / 2) {
+        uint32_t visible = a->visible[query + r], left = visible > t ? visible - t : 0;
+        __m512 top = _mm512_set1_ps(states[r].top);
+        __m512 low = exp2_near(_mm512_fmsub_ps(_mm512_load_ps(scores), slope, top));
+        __m512 high = exp2_near(_mm512_fmsub_ps(_mm512_load_ps(scores + 16), slope, top));
+        if (left < HSRI_RUN) {
+            low = _mm512_maskz_mov_ps(lanes(left), low);
+            high = _mm512_maskz_mov_ps(left > 16 ? lanes(left - 16) : 0, high);
         }
+        __m512i w = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+        _mm512_store_si512(weights, w);
+        states[r].even = _mm512_add_ps(states[r].even, _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)));
+        states[r].odd = _mm512_add_ps(states[r].odd, _mm512_castsi512_ps(_mm512_and_si512(w, upper)));
     }
-    for (; t < visible; t += 16) {
-        __m512 p = exp2_near(_mm512_fmsub_ps(scores_at(row, t), slope, top));
-        __m256i rounded = (__m256i)_mm512_maskz_cvtneps_pbh(lanes(visible - t), p);
-        store_weights(row, t, rounded);
-        total[0] = _mm512_add_ps(total[0], from_bf16(rounded));
-    }
-    for (; t < n_tokens; t += 16) {
-        store_weights(row, t, _mm256_setzero_si256());
-    }
-    *sum = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(total[0], total[1]), _mm512_add_ps(total[2], total[3])));
 }
 
-/* Softmax of each query of a tile, in order: the weights of query r lie over the scores of queries before it, or its own. */
-static void softmax_tile(const hsri_attend_args *a, const query_tiles *q, uint32_t tile, uint32_t n_tokens)
+/* Scores of a tile of queries and 32 tokens, in tiles c0 and c1 of sums. */
+#define SCORE(c0, c1, query) \
+    do { \
+        TILE_ZERO(c0); \
+        TILE_ZERO(c1); \
+        for (uint32_t j_ = 0; j_ < a->head_dim; j_ += HSRI_RUN) { \
+            weight_tile w0_ = keys_at(&keys, j_, in.t % HSRI_PAGE_TOKENS), w1_ = keys_at(&keys, j_, in.t % HSRI_PAGE_TOKENS + 16); \
+            TILE_LOAD(4, query + j_, QUERY_STRIDE(a->head_dim) * sizeof(uint16_t)); \
+            TILE_LOAD(6, w0_.at, w0_.stride); \
+            TILE_MULTIPLY(c0, 4, 6); \
+            TILE_LOAD(7, w1_.at, w1_.stride); \
+            TILE_MULTIPLY(c1, 4, 7); \
+        } \
+    } while (0)
+
+/* A step scores a tile of queries and 32 tokens from t on. */
+typedef struct score_step {
+    uint32_t tile, t;
+} score_step;
+
+INLINE void next_step(const query_tiles *q, score_step *s)
 {
-    uint32_t first = query0(q, tile);
+    if (++s->tile == q->n_tiles) {
+        s->tile = 0;
+        s->t += HSRI_RUN;
+    }
+}
+
+static float *scores_of(const hsri_attend_args *a, const query_tiles *q, const score_step *s)
+{
+    return a->scratch + s->tile * N_SCORES + s->t / HSRI_RUN * SCORE_RUN(q->rows);
+}
+
+/* One step of the pipeline in score_queries: behind a step's multiplications come the stores of the step before, whose sums are ready by
+ * then, and behind them the maxima of the step before that, whose scores have arrived in memory. */
+#define SCORE_STEP(c0, c1, d0, d1) \
+    if (in.t < most) { \
+        if (in.t % HSRI_PAGE_TOKENS == 0 && in.tile == 0) { \
+            keys.at = a->pages[in.t / HSRI_PAGE_TOKENS] + HSRI_PAGE_HEADER_BYTES; \
+            memcpy(rest, keys.at + keys.whole / 2 * sizeof rest[0], (a->head_dim - keys.whole) / 2 * sizeof rest[0]); \
+        } \
+        SCORE(c0, c1, queries + query0(q, in.tile) * QUERY_STRIDE(a->head_dim)); \
+        next_step(q, &in); \
+    } \
+    if (step >= 1 && middle.t < most) { \
+        float *scores = scores_of(a, q, &middle); \
+        TILE_STORE(d0, scores, HSRI_RUN * sizeof(float)); \
+        TILE_STORE(d1, scores + 16, HSRI_RUN * sizeof(float)); \
+        next_step(q, &middle); \
+    } \
+    if (step >= 2) { \
+        take_largest(a, query0(q, out.tile), q->rows, out.t, scores_of(a, q, &out), states + query0(q, out.tile)); \
+        next_step(q, &out); \
+        if (out.t >= most) { \
+            return; \
+        } \
+    } \
+    step++;
+
+/* Unscaled scores of all queries and the first `most` tokens, at least one, and their maxima. Those of hidden tokens are garbage. */
+static void score_queries(const hsri_attend_args *a, const query_tiles *q, uint32_t most, softmax_state *states)
+{
+    _Alignas(64) uint8_t rest[TILE_ROWS][HSRI_PAGE_TOKENS * 4];
+    const uint16_t *queries = round_queries(a);
+    page_keys keys = { NULL, rest[0], a->head_dim / HSRI_RUN * HSRI_RUN };
+    score_step in = { 0, 0 }, middle = in, out = in;
+    memset(rest, 0, sizeof rest);
+    for (uint32_t step = 0;;) {
+        SCORE_STEP(0, 1, 2, 3)
+        SCORE_STEP(2, 3, 0, 1)
+    }
+}
+
+/* Scores of a tile into weights; gives max and sum of each query. */
+static void softmax_tile(const hsri_attend_args *a, const query_tiles *q, uint32_t tile, uint32_t most, const softmax_state *found)
+{
+    softmax_state states[TILE_ROWS];
+    uint32_t query = query0(q, tile);
     for (uint32_t r = 0; r < q->rows; r++) {
-        float *scores = a->scratch + tile * N_SCORES;
-        score_row row = { scores + r * HSRI_RUN, (uint16_t *)scores + r * HSRI_RUN, SCORE_RUN(q->rows) };
-        float *partial = a->partials[first + r];
-        softmax(&row, a->scale, a->visible[first + r], n_tokens, &partial[0], &partial[1]);
+        float max = _mm512_reduce_max_ps(found[query + r].largest);
+        a->partials[query + r][0] = max;
+        states[r] = (softmax_state) { .even = _mm512_setzero_ps(), .odd = _mm512_setzero_ps(), .top = max * 0x1.715476p+0f };
+    }
+    for (score_step s = { tile, 0 }; s.t < most; s.t += HSRI_RUN) {
+        take_weights(a, query, q->rows, s.t, scores_of(a, q, &s), states);
+    }
+    for (uint32_t r = 0; r < q->rows; r++) {
+        a->partials[query + r][1] = _mm512_reduce_add_ps(_mm512_add_ps(states[r].even, states[r].odd));
     }
 }
 
@@ -795,12 +805,18 @@ static void add_values_of_tiles(const hsri_attend_args *a, const query_tiles *q,
 
 static void attend_bf16(const hsri_attend_args *a)
 {
+    softmax_state states[HSRI_ATTEND_MAX_QUERIES];
     query_tiles q = query_tiles_of(a->n_queries);
-    uint32_t most = most_of(a->visible, a->n_queries), n_tokens = (uint32_t)hsri_round_up(most, HSRI_RUN);
+    uint32_t most = most_of(a->visible, a->n_queries);
+    for (uint32_t i = 0; i < a->n_queries; i++) {
+        states[i].largest = _mm512_set1_ps(-INFINITY);
+    }
     tiles_configure(q.rows);
-    score_queries(a, &q, most);
+    if (most > 0) {
+        score_queries(a, &q, most, states);
+    }
     for (uint32_t tile = 0; tile < q.n_tiles; tile++) {
-        softmax_tile(a, &q, tile, n_tokens);
+        softmax_tile(a, &q, tile, most, states);
     }
     for (uint32_t tile = 0; tile < q.n_tiles; tile += 2) {
         add_values_of_tiles(a, &q, tile, q.n_tiles - tile >= 2 ? 2 : 1);

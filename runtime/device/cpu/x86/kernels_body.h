@@ -712,6 +712,10 @@ static void merge(float *acc, const float *part, uint32_t head_dim)
     if (part[1] == 0.0f) {
         return;
     }
+    if (acc[1] == 0.0f) {
+        memcpy(acc, part, (head_dim + 2) * sizeof *acc);
+        return;
+    }
     float max = part[0] > acc[0] ? part[0] : acc[0];
     vec old_weight = vec_set(exp_one(acc[0] - max));
     vec new_weight = vec_set(exp_one(part[0] - max));

@@ -1,0 +1,315 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Making cluster records (docs/sparse-attention.md): k-means over the tokens of a segment, as their sketches say where they are. Components are
+ * whole numbers of one step per segment, so that every sum is exact: the same record on every level, with any number of threads. */
+#include "device/cpu/pages.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "base/array.h"
+
+/* Assignments; after each but the last, centres move. More make clusters less than 1 % tighter. */
+#define ROUNDS 3u
+#define SEGMENT_NS 4000000u            /* of one thread, for estimates */
+#define MAX_COMPONENTS HSRI_CLUSTER_COMPONENTS
+
+/* What a worker needs for a segment. */
+typedef struct segment {
+    const uint8_t *entries[HSRI_SEGMENT_PAGES];
+    const hsri_index_shape *shape;
+    hsri_cluster_layout at;
+    uint32_t n;                                                  /* components: at.n */
+    float    step;
+    float    mean[HSRI_ATTEND_MAX_HEAD_DIM];                     /* of the segment's keys */
+    float    offsets[HSRI_SEGMENT_PAGES][MAX_COMPONENTS];        /* of a page's mean from that of the segment, in the calibrated basis */
+    float    scales[HSRI_SEGMENT_PAGES][MAX_COMPONENTS];         /* 0 where the page is not a number */
+    int32_t  bias[HSRI_SEGMENT_CLUSTERS], counts[HSRI_SEGMENT_CLUSTERS];
+    int32_t  sums[HSRI_SEGMENT_CLUSTERS][MAX_COMPONENTS];
+    uint16_t nearest[HSRI_SEGMENT_TOKENS];
+    _Alignas(64) uint8_t centres[HSRI_SEGMENT_CLUSTERS * MAX_COMPONENTS];
+    _Alignas(64) int8_t  points[HSRI_SEGMENT_TOKENS * MAX_COMPONENTS];
+} segment;
+
+_Static_assert(sizeof(segment) + 64 <= HSRI_CPU_SCRATCH * sizeof(float), "a worker's scratch holds a segment");
+
+/* ---- points ---- */
+
+static float float_at(const uint8_t *p)
+{
+    float f;
+
+    memcpy(&f, p, sizeof f);
+    return f;
+}
+
+/* Pages that hold a NaN have no mass, wherever they are: they lie at the mean. */
+static bool is_lost(const uint8_t *entry) { return !isfinite(float_at(entry)); }
+
+static void find_mean(segment *s, const float *mean_k)
+{
+    hsri_index_layout at = hsri_index_layout_of(s->shape);
+    uint32_t          d = s->shape->head_dim, n = 0;
+
+    memset(s->mean, 0, d * sizeof *s->mean);
+    for (uint32_t p = 0; p < HSRI_SEGMENT_PAGES; p++) {
+        const int8_t *codes = (const int8_t *)s->entries[p] + at.mean_k;
+        float         scale = float_at(s->entries[p]);
+
+        if (is_lost(s->entries[p]))
+            continue;
+        for (uint32_t j = 0; j < d; j++)
+            s->mean[j] += scale * (float)codes[j];
+        n++;
+    }
+    for (uint32_t j = 0; j < d; j++)
+        s->mean[j] = s->mean[j] / (float)hsri_max(n, 1) + mean_k[j];
+}
+
+/* Offset and scales of a page. */
+static void place_page(segment *s, uint32_t p, const hsri_calibration_record *calibration)
+{
+    hsri_index_layout at = hsri_index_layout_of(s->shape);
+    const uint8_t    *entry = s->entries[p];
+    const int8_t     *codes = (const int8_t *)entry + at.mean_k;
+    uint32_t          d = s->shape->head_dim;
+
+    memset(s->offsets[p], 0, sizeof s->offsets[p]);
+    memset(s->scales[p], 0, sizeof s->scales[p]);
+    if (is_lost(entry))
+        return;
+    for (uint32_t i = 0; i < d; i++) {
+        float off = float_at(entry) * (float)codes[i] + calibration->mean_k[i] - s->mean[i];
+
+        for (uint32_t c = 0; c < s->n; c++)
+            s->offsets[p][c] += calibration->a[(uint64_t)i * d + c] * off;
+    }
+    for (uint32_t c = 0; c < s->n; c++) {
+        uint16_t half;
+
+        memcpy(&half, entry + at.scales + c * sizeof half, sizeof half);
+        s->scales[p][c] = hsri_f16_to_f32(half);
+    }
+}
+
+static float middle_of(const segment *s, uint32_t c) { return c < s->shape->n_4bit ? 7.5f : 1.5f; }
+
+/* One step for all components, as wide as the farthest token may need. */
+static void choose_step(segment *s)
+{
+    float most = 0.0f;
+
+    for (uint32_t p = 0; p < HSRI_SEGMENT_PAGES; p++)
+        for (uint32_t c = 0; c < s->n; c++) {
+            float far = fabsf(s->offsets[p][c]) + middle_of(s, c) * s->scales[p][c];
+
+            most = far > most ? far : most;
+        }
+    s->step = most < 1e30f ? most / 127.0f : 0.0f;
+}
+
+/* What each code of a component stands for in this page, in steps. */
+static void fill_levels(const segment *s, uint32_t p, uint32_t c, int8_t *levels)
+{
+    float inverse = s->step > 1e-30f ? 1.0f / s->step : 0.0f, middle = middle_of(s, c);
+
+    for (uint32_t code = 0; code <= 2 * middle; code++) {
+        float x = rintf((s->offsets[p][c] + ((float)code - middle) * s->scales[p][c]) * inverse);
+
+        levels[code] = (int8_t)(x > 127.0f ? 127.0f : x < -127.0f ? -127.0f : x);
+    }
+}
+
+/* Component c of the tokens of page p. Codes are laid out as docs/sparse-attention.md says. */
+static void put_component(segment *s, uint32_t p, uint32_t c)
+{
+    hsri_index_layout at = hsri_index_layout_of(s->shape);
+    bool              wide = c < s->shape->n_4bit;
+    uint32_t          i = wide ? c : c - s->shape->n_4bit, bits = wide ? 4 : 2, in_set = i % (32 / bits), shift = in_set / 4 * bits;
+    const uint8_t    *codes = s->entries[p] + at.codes + (wide ? 0 : HSRI_PAGE_TOKENS * s->shape->n_4bit / 2) + i / (32 / bits) * 256 + in_set % 4;
+    int8_t            levels[16] = { 0 }, *points = s->points + (uint64_t)p * HSRI_PAGE_TOKENS * s->n + c;
+
+    fill_levels(s, p, c, levels);
+    for (uint32_t line = 0; line < 4; line++)
+        for (uint32_t lane = 0; lane < 16; lane++)
+            points[hsri_sketch_token(line, lane) * s->n] = levels[codes[line * 64 + lane * 4] >> shift & ((1u << bits) - 1)];
+}
+
+static void make_points(segment *s, const hsri_calibration_record *calibration)
+{
+    find_mean(s, calibration->mean_k);
+    for (uint32_t p = 0; p < HSRI_SEGMENT_PAGES; p++)
+        place_page(s, p, calibration);
+    choose_step(s);
+    for (uint32_t p = 0; p < HSRI_SEGMENT_PAGES; p++)
+        for (uint32_t c = 0; c < s->n; c++)
+            put_component(s, p, c);
+}
+
+/* ---- clusters ---- */
+
+static void put_centre(segment *s, uint32_t i, const int32_t *centre)
+{
+    int32_t squares = 0;
+
+    for (uint32_t c = 0; c < s->n; c++) {
+        s->centres[(c / 4 * HSRI_SEGMENT_CLUSTERS + i) * 4 + c % 4] = (uint8_t)(centre[c] + 128);
+        squares += centre[c] * centre[c];
+    }
+    /* |x - c|^2 = |x|^2 - 2 (x.c - |c|^2 / 2) */
+    s->bias[i] = -(squares / 2);
+}
+
+/* Centres start at every eighth token. */
+static void first_centres(segment *s)
+{
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
+        const int8_t *point = s->points + (uint64_t)i * (HSRI_SEGMENT_TOKENS / HSRI_SEGMENT_CLUSTERS) * s->n;
+        int32_t       centre[MAX_COMPONENTS];
+
+        for (uint32_t c = 0; c < s->n; c++)
+            centre[c] = point[c];
+        put_centre(s, i, centre);
+    }
+}
+
+static void add_up(segment *s)
+{
+    memset(s->counts, 0, sizeof s->counts);
+    memset(s->sums, 0, sizeof s->sums);
+    for (uint32_t t = 0; t < HSRI_SEGMENT_TOKENS; t++) {
+        const int8_t *point = s->points + (uint64_t)t * s->n;
+        int32_t      *sums = s->sums[s->nearest[t]];
+
+        s->counts[s->nearest[t]]++;
+        for (uint32_t c = 0; c < s->n; c++)
+            sums[c] += point[c];
+    }
+}
+
+/* Quotient to the nearest, halves away from zero. */
+static int32_t divide(int32_t a, int32_t b) { return (2 * a + (a < 0 ? -b : b)) / (2 * b); }
+
+/* A centre without tokens stays where it is. */
+static void move_centres(segment *s)
+{
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
+        int32_t centre[MAX_COMPONENTS];
+
+        for (uint32_t c = 0; c < s->n && s->counts[i]; c++)
+            centre[c] = divide(s->sums[i][c], s->counts[i]);
+        if (s->counts[i])
+            put_centre(s, i, centre);
+    }
+}
+
+static void find_clusters(segment *s, const hsri_cluster_kernels *kernels)
+{
+    hsri_assign_args a = { s->points, HSRI_SEGMENT_TOKENS, s->n / 4, s->centres, s->bias, s->nearest };
+
+    first_centres(s);
+    for (uint32_t round = 1; round <= ROUNDS; round++) {
+        kernels->assign(&a);
+        add_up(s);
+        if (round < ROUNDS)
+            move_centres(s);
+    }
+}
+
+/* ---- the record ---- */
+
+static void write_positions(const segment *s, uint8_t *record)
+{
+    uint16_t *starts = (uint16_t *)(record + s->at.starts), *positions = (uint16_t *)(record + s->at.positions), next[HSRI_SEGMENT_CLUSTERS];
+
+    starts[0] = 0;
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
+        next[i] = starts[i];
+        starts[i + 1] = (uint16_t)(starts[i] + s->counts[i]);
+    }
+    for (uint32_t t = 0; t < HSRI_SEGMENT_TOKENS; t++)
+        positions[next[s->nearest[t]]++] = (uint16_t)t;
+}
+
+/* Levels as those of the sketch: odd multiples of half a scale, which is wide enough for all. */
+static void write_component(const segment *s, uint32_t c, uint8_t *record)
+{
+    float    most = 0.0f, scale;
+    uint8_t *codes = record + s->at.codes + c / 8 * HSRI_SEGMENT_CLUSTERS * 4 + c % 4;
+
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
+        float x = s->counts[i] ? fabsf((float)s->sums[i][c] / (float)s->counts[i]) : 0.0f;
+
+        most = x > most ? x : most;
+    }
+    scale = most / 7.5f * s->step;
+    memcpy(record + s->at.scales + c * sizeof scale, &scale, sizeof scale);
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
+        float   x = s->counts[i] && most > 0.0f ? (float)s->sums[i][c] / (float)s->counts[i] * (7.5f / most) + 8.0f : 8.0f;
+        uint8_t code = (uint8_t)(x < 0.0f ? 0.0f : x > 15.0f ? 15.0f : x);
+
+        codes[4 * i] |= (uint8_t)(code << c % 8 / 4 * 4);
+    }
+}
+
+static void write_record(const segment *s, uint8_t *record)
+{
+    memset(record, 0, s->at.positions);
+    memcpy(record + s->at.mean, s->mean, s->shape->head_dim * sizeof *s->mean);
+    write_positions(s, record);
+    for (uint32_t c = 0; c < s->n; c++)
+        write_component(s, c, record);
+}
+
+/* ---- the operation ---- */
+
+typedef struct cluster_job {
+    const hsri_cpu_device *dev;
+    const hsri_kv_view *kv;
+    const hsri_cluster *list;
+    uint8_t            *pool;
+} cluster_job;
+
+static void find_entries(const cluster_job *job, const hsri_cluster *one, segment *s)
+{
+    const uint32_t *slabs = (const uint32_t *)hsri_cpu_at(job->dev, one->index, 0) + (uint64_t)one->layer * job->kv->n_kv_heads + one->head;
+    uint64_t        stride = (uint64_t)job->kv->n_layers * job->kv->n_kv_heads;
+
+    for (uint32_t p = 0; p < HSRI_SEGMENT_PAGES; p++) {
+        uint32_t page = one->first_page + p, slab = slabs[page / s->shape->per_slab * stride];
+
+        s->entries[p] = hsri_slot_at(job->pool, slab, HSRI_SLAB_BYTES) + (uint64_t)(page % s->shape->per_slab) * s->shape->entry_bytes;
+    }
+}
+
+static void cluster_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const cluster_job *job = arg;
+    segment           *s = (segment *)(((uintptr_t)hsri_cpu_scratch(job->dev, worker) + 63) & ~(uintptr_t)63);
+
+    for (uint64_t i = first; i < end; i++) {
+        const hsri_cluster     *one = &job->list[i];
+        hsri_calibration_record calibration = hsri_cpu_calibration(job->dev, job->kv, one->layer, one->head);
+
+        s->shape = &one->index_shape;
+        s->at = hsri_cluster_layout_of(s->shape);
+        s->n = s->at.n;
+        find_entries(job, one, s);
+        make_points(s, &calibration);
+        find_clusters(s, &job->dev->kernels.sparse.cluster);
+        write_record(s, hsri_slot_at(job->pool, one->record, hsri_cluster_slot_bytes(s->shape)));
+    }
+}
+
+static void cpu_cluster(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n)
+{
+    hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
+    cluster_job      job = { dev, kv, hsri_cpu_at(dev, list, n * sizeof *job.list), hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0) };
+
+    assert(kv->calibration.buf != 0);
+    hsri_cpu_run_items(dev, n, (uint64_t)n * SEGMENT_NS, cluster_run, &job);
+}
+
+void hsri_cpu_cluster_fill(hsri_ops *ops)
+{
+    ops->cluster = cpu_cluster;
+}

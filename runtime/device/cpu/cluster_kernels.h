@@ -1,0 +1,45 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Kernels of clusters: the member `cluster` of hsri_sparse_kernels. cluster_ref.c fills both entries; x86/cluster_*.c overwrite them.
+ * docs/sparse-attention.md says what they are for. */
+#ifndef HSRI_CPU_CLUSTER_KERNELS_H
+#define HSRI_CPU_CLUSTER_KERNELS_H
+
+#include <stdint.h>
+
+#include "device/kv_format.h"
+
+/* Points have components in int8, in quads of four; centres have theirs plus 128, as quad q of centre i in bytes 4i .. 4i+3 of line q. */
+typedef struct hsri_assign_args {
+    const int8_t  *points;      /* [n_points][n_quads][4] */
+    uint32_t       n_points;    /* a multiple of 4 */
+    uint32_t       n_quads;     /* at most HSRI_CLUSTER_COMPONENTS / 4 */
+    const uint8_t *centres;     /* [n_quads][HSRI_SEGMENT_CLUSTERS][4], 64-byte aligned */
+    const int32_t *bias;        /* [HSRI_SEGMENT_CLUSTERS] */
+    uint16_t      *nearest;     /* [n_points]: the centre of largest product plus bias, the first of several */
+} hsri_assign_args;
+
+typedef struct hsri_cluster_score_args {
+    const uint8_t *record;      /* 64-byte aligned */
+    const hsri_index_shape *shape;
+    uint32_t       n_heads;
+    float          scale;       /* of logits */
+    const float   *queries;     /* [n_heads][d] */
+    const float   *rotated;     /* [n_heads][d] */
+    const float   *reference;   /* [n_heads] */
+    float         *mass;        /* [n_heads] rows of HSRI_SEGMENT_CLUSTERS */
+    uint64_t       mass_stride;
+} hsri_cluster_score_args;
+
+typedef struct hsri_cluster_kernels {
+    /* every level has the same bits */
+    void (*assign)(const hsri_assign_args *a);
+    /* masses of clusters, by the measure of sparse_kernels.h: tokens times exp(logit of the centre - reference) */
+    void (*score)(const hsri_cluster_score_args *a);
+} hsri_cluster_kernels;
+
+void hsri_cluster_kernels_fill_ref(hsri_cluster_kernels *k);
+void hsri_cluster_kernels_fill_avx2(hsri_cluster_kernels *k);         /* x86/cluster_avx2.c */
+void hsri_cluster_kernels_fill_avx512(hsri_cluster_kernels *k);       /* x86/cluster_avx512.c */
+void hsri_cluster_kernels_fill_avx512vnni(hsri_cluster_kernels *k);   /* x86/cluster_avx512vnni.c: the same bits */
+
+#endif

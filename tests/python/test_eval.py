@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The quality harness: its statistics, its rules in NumPy, and its measurements on tiny models."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import hisparse_rt as hs
+import numpy as np
+import pytest
+import shell
+import tiny
+from hisparse_rt.calibration import write_calibration
+from hisparse_rt.eval.curve import curve
+from hisparse_rt.eval.estimates import RULES, Head, Query, Setting, exact, top
+from hisparse_rt.eval.forced import Prompts, forced
+from hisparse_rt.eval.needle import KINDS, needles, prompt_ids, retrieve
+from hisparse_rt.eval.ppl import perplexity
+from hisparse_rt.eval.recall import recall
+from hisparse_rt.eval.statistics import compare, interval, log_softmax, summary
+from hisparse_rt.profile import PRESETS, Profile
+from hisparse_rt.tools.calibrate import attention_scale, calibrate
+from hisparse_rt.tools.convert import convert
+
+RANDOM = np.random.default_rng(5)
+EVERYTHING = Profile(selector="oracle", budget=1 << 20, forced_history=0)
+NOTHING = Profile(selector="random", budget=16, forced_history=0, virtual_tokens=False)
+TEXT = " ".join(f"line {i}: {word}" for i, word in enumerate(RANDOM.choice(["fox", "dog", "cats", "hello", "world", "x * x"], 4000)))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("eval")
+    cfg = tiny.config(max_position_embeddings=4096)
+    tiny.write_hf(folder / "hf", cfg, tiny.weights(cfg, 3))
+    convert(folder / "hf", folder / "tiny.hsr", dtype="f32")
+    with hs.load(folder / "tiny.hsr", calibration=False) as model:
+        calibration, _ = calibrate(model, np.asarray(model.encode(TEXT), np.int32)[:2048])
+    write_calibration(folder / "tiny.hsrcal", calibration)
+    return folder / "tiny.hsr"
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    with hs.load(path, threads=2) as model:
+        yield model
+
+
+# ---- statistics -------------------------------------------------------------------------------------------------
+
+
+def test_distances():
+    dense = log_softmax(np.array([[0.0, 1.0, 2.0], [3.0, 0.0, 0.0]], np.float32))
+    other = log_softmax(np.array([[2.0, 1.0, 0.0], [3.0, 0.0, 0.0]], np.float32))
+    found = compare(dense, other, np.array([2, 1], np.int32))
+    p, q = np.exp(dense[0]), np.exp(other[0])
+    assert found.kl[0] == pytest.approx((p * np.log(p / q)).sum()) and found.kl[1] == 0
+    assert found.loss[0] == pytest.approx(2.0) and found.loss[1] == 0
+    assert found.same_top.tolist() == [False, True]
+
+
+def test_tokens_that_cannot_come_do_not_count():
+    rows = log_softmax(np.array([[0.0, 1.0, -np.inf]], np.float32))
+    assert compare(rows, rows, np.array([0], np.int32)).kl[0] == 0
+
+
+def test_intervals():
+    values = RANDOM.exponential(1, 400)
+    low, high = interval(values)
+    assert low < values.mean() < high and (low, high) == interval(values)
+    assert high - low == pytest.approx(4 * values.std() / 20, rel=0.3)
+    rising = np.repeat(RANDOM.exponential(1, 25), 16)  # neighbours alike: fewer independent values, a wider interval
+    low, high = interval(rising)
+    assert high - low > 2 * 4 * rising.std() / 20
+    assert interval(np.full(3, 2.0)) == pytest.approx((2, 2))
+
+
+def test_summaries_join_runs():
+    one = compare(log_softmax(RANDOM.standard_normal((20, 9)).astype(np.float32)), log_softmax(np.zeros((20, 9), np.float32)),
+                  np.zeros(20, np.int32))
+    both = summary([one, one])
+    assert both["tokens"] == 40 and both["kl_mean"] == pytest.approx(one.kl.mean()) and 0 <= both["top1_agreement"] <= 1
+
+
+# ---- rules ------------------------------------------------------------------------------------------------------
+
+
+def head(n: int = 1280, d: int = 16) -> Head:
+    keys, values = (RANDOM.standard_normal((n, d)).astype(np.float32) for _ in range(2))
+    return Head(keys, values, 0.5, np.eye(d, dtype=np.float32), np.eye(d, dtype=np.float32))
+
+
+def test_reading_everything_misses_nothing():
+    case = head()
+    query = Query(case, RANDOM.standard_normal((3, 16)).astype(np.float32), 1279, Setting(1 << 20, 64, 128))
+    for rule in RULES.values():
+        outcome = query.outcome(rule)
+        np.testing.assert_allclose(outcome.recall, 1, rtol=1e-5)
+        assert outcome.error < 1e-9 and outcome.error_virtual < 1e-9
+
+
+def test_the_exact_rule_is_the_best_of_equal_budgets():
+    query = Query(head(), RANDOM.standard_normal((2, 16)).astype(np.float32), 1279, Setting(256, 64, 128))
+    best = query.outcome(exact)
+    np.testing.assert_allclose(best.recall, best.covered, rtol=1e-5)
+    for name, rule in RULES.items():
+        assert query.outcome(rule).recall.sum() <= best.recall.sum() + 1e-6, name
+    assert best.recall.mean() > query.outcome(RULES["random"]).recall.mean() + 0.1
+
+
+def test_virtual_tokens_are_exact_where_values_are_alike():
+    case = head()
+    case.values[:] = np.repeat(RANDOM.standard_normal((20, 16)), 64, axis=0)
+    case = Head(case.keys, case.values, 0.5)
+    outcome = Query(case, RANDOM.standard_normal((2, 16)).astype(np.float32), 1279, Setting(64, 64, 128)).outcome(exact)
+    assert outcome.error > 1e-3 and outcome.error_virtual < 1e-9
+
+
+def test_ties_go_to_the_earlier():
+    assert np.flatnonzero(top(np.array([1.0, 2.0, 2.0, 2.0, 0.0]), 2)).tolist() == [1, 2]
+
+
+# ---- a model ----------------------------------------------------------------------------------------------------
+
+
+def test_reading_everything_is_dense(model):
+    result = perplexity(model, {"text": TEXT}, {"all": EVERYTHING, "none": NOTHING}, contexts=[1000, 1500], tokens=12)
+    everything, nothing = result["profiles"]["all"], result["profiles"]["none"]
+    assert everything["tokens"] == 24 and everything["kl_mean"] == 0 and everything["kl_p95"] == 0
+    assert everything["top1_agreement"] == 1 and everything["perplexity"] == pytest.approx(result["dense"]["perplexity"], abs=1e-12)
+    assert nothing["kl_mean"] > 1e-5 and nothing["attended_tokens"] < 650 < everything["attended_tokens"]
+    assert nothing["bytes_read_per_token"] < everything["bytes_read_per_token"]
+
+
+def test_forced_rows_are_those_of_the_whole_text(model):
+    ids = np.asarray(model.encode(TEXT), np.int32)[:900]
+    whole = log_softmax(model.logits(ids))
+    with Prompts(model, ids[:880], 20) as prompts, prompts.fork(PRESETS["exact"]) as session:
+        run = forced(session, ids[880:])
+    np.testing.assert_array_equal(run.logprobs, whole[880:])
+    assert math.isnan(run.covered) and run.attended == 900
+
+
+def test_short_texts_and_long_contexts(model):
+    with pytest.raises(hs.InvalidError, match="text has .* tokens, and 1009 are needed"):
+        perplexity(model, {"text": "short"}, {"all": EVERYTHING}, contexts=[1000], tokens=8)
+    with pytest.raises(hs.ContextError, match="pass the 4096"):
+        perplexity(model, {"text": TEXT}, {"all": EVERYTHING}, contexts=[4090], tokens=8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_facts_lie_where_they_should(model, kind):
+    for needle in needles(kind, 0.5, 0):
+        ids = prompt_ids(model, TEXT, 1500, needle.facts)
+        text = model.decode(ids, skip_special=True)
+        assert len(ids) == 1500 and all(fact in text for _, fact in needle.facts) and needle.answer in text
+        assert needles(kind, 0.5, 0) == needles(kind, 0.5, 0) != needles(kind, 0.5, 1)
+        for depth, fact in needle.facts:
+            if kind == "single":
+                assert text.index(fact) / len(text) == pytest.approx(depth, abs=0.15)
+
+
+def test_needles(model):
+    result = retrieve(model, TEXT, {"all": EVERYTHING}, lengths=[1200], depths=[0.2, 0.8], kinds=["single", "several"])
+    assert len(result["cases"]) == 2 + 2 * 4
+    for case in result["cases"]:
+        assert case["all"] == case["dense"] and case["dense"]["logprob"] < 0 and isinstance(case["dense"]["found"], bool)
+    assert result["summary"]["all"]["logprob_loss"] == 0 and result["summary"]["dense"]["of"] == 10
+
+
+def test_recall(path, model):
+    from hisparse_rt.calibration import read_calibration
+
+    calibration = read_calibration(path.with_suffix(".hsrcal"))
+    ids = np.asarray(model.encode(TEXT), np.int32)[:2048]
+    result = recall(model, ids, calibration, attention_scale(model), rules=list(RULES), setting=Setting(128, 64, 512), queries=4)
+    mean = {rule: row["recall"] for rule, row in result["mean"].items()}
+    assert mean["random"] < mean["sketch"] <= mean["oracle"] + 1e-6 and mean["oracle"] < 1
+    assert len(result["layers"]) == 2 and len(result["layers"][0]["heads"]) == 2
+    assert len(result["layers"][0]["heads"][0]["oracle"]["recall_of_heads"]) == 2
+    with pytest.raises(hs.InvalidError, match="needs the model's calibration"):
+        recall(model, ids, None, 1.0, rules=["sketch"], setting=Setting(), queries=4)
+    with pytest.raises(hs.InvalidError, match="too few"):
+        recall(model, ids[:600], None, 1.0, rules=["mean"], setting=Setting(), queries=4)
+
+
+def test_curve(model):
+    result = curve(model, {"text": TEXT}, Profile(forced_history=0), selectors=["oracle", "random"], budgets=[16, 1 << 20], contexts=[1200],
+                   tokens=6)
+    points = {(point["selector"], point["budget"]): point for point in result["points"]}
+    assert len(points) == 4 and points["oracle", 1 << 20]["kl_mean"] == 0 < points["random", 16]["kl_mean"]
+
+
+# ---- the command ------------------------------------------------------------------------------------------------
+
+
+def test_the_command(path, tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "all.json").write_text('{"selector": "oracle", "budget": 100000, "dense_below": 0, "forced_history": 0}')
+    text, profile = tmp_path / "text.txt", tmp_path / "all.json"
+    common = ("--threads", 1, "--json")
+    runs = {
+        "ppl": ("--text", text, "--context", 1000, "--tokens", 4, "--profile", profile, "--compare", "fast"),
+        "needle": ("--text", text, "--lengths", 1000, "--depths", "0.5", "--profile", profile),
+        "recall": ("--text", text, "--context", 2048, "--queries", 2, "--budget", 64, "--rules", "oracle,sketch"),
+        "curve": ("--text", text, "--context", 1000, "--tokens", 4, "--selectors", "sketch,random", "--budgets", "16,64"),
+    }
+    found = {}
+    for name, options in runs.items():
+        done = shell.run("eval", name, path, *options, *common)
+        assert done.returncode == 0 and not done.stderr, done.stderr
+        found[name] = json.loads(done.stdout)
+        table = shell.run("eval", name, path, *options, *common[:-1])
+        assert table.returncode == 0 and len(table.stdout.splitlines()) >= 2, table.stderr
+    assert found["ppl"]["profiles"][str(profile)]["kl_mean"] == 0 and "fast" in found["ppl"]["profiles"]
+    assert found["needle"]["summary"][str(profile)]["logprob_loss"] == 0
+    assert set(found["recall"]["mean"]) == {"oracle", "sketch"}
+    assert len(found["curve"]["points"]) == 4
+
+
+def test_the_command_refuses(path, tmp_path):
+    (tmp_path / "short.txt").write_text("too short")
+    shell.fails("eval", "ppl", path, "--text", tmp_path / "short.txt", text="tokens, and 8449 are needed")
+    shell.fails("eval", "ppl", path, "--text", tmp_path / "none.txt", text="none.txt")
+    shell.fails("eval", "ppl", path, "--profile", "turbo", text="known presets")
+    shell.fails("eval", "ppl", path, "--context", "a", code=2, text="not a list of numbers")
+    shell.fails("eval", "needle", path, "--depths", "2", code=2, text="a depth is from 0")
+    shell.fails("eval", "needle", path, "--kinds", "hay", code=2, text="'hay' is not one of single")
+    shell.fails("eval", "recall", path, "--budget", "100", text="multiples of 16")
