@@ -114,7 +114,7 @@ def _index_of(profile: Profile, calibrated: bool) -> str:
     if profile.mode == "dense":
         return "none"
     selector = profile.selector if profile.selector != "auto" else "sketch" if calibrated else "minmax"
-    return {"sketch": "sketch", "cluster": "sketch", "mean": "minmax", "classic": "minmax", "minmax": "minmax", "gaussian": "gaussian"}.get(selector, "none")
+    return {"sketch": "sketch", "cluster": "cluster", "mean": "minmax", "classic": "minmax", "minmax": "minmax", "gaussian": "gaussian"}.get(selector, "none")
 
 
 def _is_calibrated(name: str) -> bool:

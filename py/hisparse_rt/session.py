@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 KV_FORMATS = {"auto": lib.HSR_KV_AUTO, "f32": lib.HSR_KV_F32, "bf16": lib.HSR_KV_BF16, "int8": lib.HSR_KV_INT8,
               "compact": lib.HSR_KV_COMPACT, "vtq": lib.HSR_KV_VTQ}
 INDEX_KINDS = {"auto": lib.HSR_INDEX_AUTO, "none": lib.HSR_INDEX_NONE, "sketch": lib.HSR_INDEX_SKETCH,
-               "minmax": lib.HSR_INDEX_MINMAX, "gaussian": lib.HSR_INDEX_GAUSSIAN}
+               "minmax": lib.HSR_INDEX_MINMAX, "gaussian": lib.HSR_INDEX_GAUSSIAN, "cluster": lib.HSR_INDEX_CLUSTER}
 INDEX_NAMES = {number: name for name, number in INDEX_KINDS.items()}
 _INT32_MAX = (1 << 31) - 1
 KV_NAMES = {number: name for name, number in KV_FORMATS.items()}

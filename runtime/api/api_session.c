@@ -34,8 +34,8 @@ hsr_status hsri_check_session_opts(const hsr_session_opts *o, hsr_error *err)
 {
     if (o->kv_format < HSR_KV_AUTO || o->kv_format > HSR_KV_VTQ)
         return hsri_fail(err, HSR_E_INVALID, "kv_format is %d, this library knows %d to %d", o->kv_format, HSR_KV_AUTO, HSR_KV_VTQ);
-    if (o->index_kind < HSR_INDEX_AUTO || o->index_kind > HSR_INDEX_GAUSSIAN)
-        return hsri_fail(err, HSR_E_INVALID, "index_kind is %d, this library knows %d to %d", o->index_kind, HSR_INDEX_AUTO, HSR_INDEX_GAUSSIAN);
+    if (o->index_kind < HSR_INDEX_AUTO || o->index_kind > HSR_INDEX_CLUSTER)
+        return hsri_fail(err, HSR_E_INVALID, "index_kind is %d, this library knows %d to %d", o->index_kind, HSR_INDEX_AUTO, HSR_INDEX_CLUSTER);
     if (o->sketch_4bit < 0 || o->sketch_4bit % 8)
         return hsri_fail(err, HSR_E_INVALID, "sketch_4bit is %d, allowed are multiples of 8", o->sketch_4bit);
     if (o->sketch_2bit < 0 || o->sketch_2bit % 16)

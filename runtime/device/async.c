@@ -41,7 +41,8 @@ typedef struct attend_args {
     hsri_batch batch; hsri_kv_view kv; hsri_ref queries, rotated, part; uint32_t layer, n_heads, g0, g1; float scale;
 } attend_args;
 typedef struct attend_list_args {
-    hsri_batch batch; hsri_kv_view kv; hsri_lists lists; hsri_ref queries, rotated, pick_of, part; uint32_t layer, n_heads, g0, g1; float scale;
+    hsri_batch batch; hsri_kv_view kv; hsri_lists lists; hsri_ref queries, rotated, pick_of, part; uint32_t layer, n_heads, g0, g1;
+    float scale;
 } attend_list_args;
 typedef struct rotate_args { hsri_kv_view kv; hsri_ref queries, rotated; uint32_t layer, n_heads, n_rows; } rotate_args;
 typedef struct select_args {
@@ -256,8 +257,8 @@ static void run_attend_fixed(hsri_queue *q, const args *u)
     q->dev->ops.attend_fixed(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->g1, (int)a->g0, a->part);
 }
 
-static void async_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
-                               hsri_ref queries, hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part)
+static void async_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads,
+                               float scale, hsri_ref queries, hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part)
 {
     PUSH(q, run_attend_fixed, attend, *batch, *kv, queries, rotated, part, layer, n_heads, runs != 0, n_fixed, scale);
 }
@@ -265,8 +266,8 @@ static void async_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsr
 static void run_attend_list(hsri_queue *q, const args *u)
 {
     const attend_list_args *a = &u->attend_list;
-    q->dev->ops.attend_list(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->pick_of, &a->lists, a->g0, a->g1,
-                            a->part);
+    q->dev->ops.attend_list(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->pick_of, &a->lists, a->g0,
+                            a->g1, a->part);
 }
 
 static void async_attend_list(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,

@@ -2,9 +2,11 @@
 /* Compound operations made of the simple ones of the same table, for back ends that have nothing better:
  *
  *   norm_linear      scratch = rms_norm(in);                out = linear(scratch)
- *   qkv_rope_append  scratch = rms_norm(in), linear of it;  rope_append
- *   gate_up_silu     scratch = rms_norm(in), linear of it;  out = silu_mul
+ *   qkv_rope_append  scratch = norm_linear(in);             rope_append
+ *   gate_up_silu     scratch = norm_linear(in);             out = silu_mul
  *   linear_add       scratch = linear(in);                  x += scratch
+ *
+ * A back end that has its own norm_linear sets it before hsri_compound_fill, and it serves the others, too.
  *
  * Scratch holds the normalised rows, then, behind them on a whole 64 bytes, the rows of the linear layer. */
 #include "device/device.h"
@@ -31,7 +33,7 @@ static void qkv_rope_append(hsri_queue *q, const hsri_batch *batch, const hsri_k
 {
     hsri_ref qkv = behind(scratch, (uint64_t)batch->n_rows * w->k);
 
-    norm_linear(q, in, gain, eps, w, bias, batch->n_rows, scratch, qkv);
+    q->dev->ops.norm_linear(q, in, gain, eps, w, bias, batch->n_rows, scratch, qkv);
     q->dev->ops.rope_append(q, batch, kv, layer, n_heads, qkv, q_norm, k_norm, eps, rope, q_out);
 }
 
@@ -40,7 +42,7 @@ static void gate_up_silu(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, c
 {
     hsri_ref gate_up = behind(scratch, (uint64_t)n_rows * w->k);
 
-    norm_linear(q, in, gain, eps, w, bias, n_rows, scratch, gate_up);
+    q->dev->ops.norm_linear(q, in, gain, eps, w, bias, n_rows, scratch, gate_up);
     q->dev->ops.silu_mul(q, gate_up, n_rows, n, out);
 }
 
@@ -57,7 +59,8 @@ uint64_t hsri_compound_scratch(uint32_t n_rows, uint32_t hidden, uint32_t widest
 
 void hsri_compound_fill(hsri_ops *ops)
 {
-    ops->norm_linear = norm_linear;
+    if (!ops->norm_linear)
+        ops->norm_linear = norm_linear;
     ops->qkv_rope_append = qkv_rope_append;
     ops->gate_up_silu = gate_up_silu;
     ops->linear_add = linear_add;

@@ -79,9 +79,10 @@ static inline uint32_t hsri_vtq_low_bits(const hsri_page_header *h, uint32_t tok
 
 static inline uint32_t hsri_vtq_low_shift(const hsri_page_header *h, uint32_t token)
 {
-    uint64_t before = h->wide & ((1ull << token) - 1);
+    uint32_t first = token / HSRI_UNIT_TOKENS * HSRI_UNIT_TOKENS;
+    uint64_t before = (h->wide & ((1ull << token) - 1)) >> first;
 
-    return h->wide == 0 ? token % HSRI_UNIT_TOKENS : 2 * (uint32_t)__builtin_popcountll(before >> (token / HSRI_UNIT_TOKENS * HSRI_UNIT_TOKENS));
+    return h->wide == 0 ? token - first : 2 * (uint32_t)__builtin_popcountll(before);
 }
 
 /* The arrays of an int8 page. */

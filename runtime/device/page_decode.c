@@ -61,7 +61,10 @@ void hsri_page_channels_read(hsri_kv_type format, const uint8_t *slot, uint32_t 
 
 /* ---- codes ---- */
 
-static inline uint32_t bits_at(const uint8_t *p, uint32_t shift, uint32_t n) { return (uint32_t)(p[shift / 8] >> shift % 8) & ((1u << n) - 1); }
+static inline uint32_t bits_at(const uint8_t *p, uint32_t shift, uint32_t n)
+{
+    return (uint32_t)(p[shift / 8] >> shift % 8) & ((1u << n) - 1);
+}
 
 float hsri_key_code(hsri_kv_type format, const uint8_t *slot, uint32_t d, uint32_t token, uint32_t j)
 {

@@ -52,7 +52,7 @@ hsr_status hsri_pool_bytes(const hsr_engine_opts *o, uint64_t *bytes, hsr_error 
 static hsr_status create_pool(hsr_engine *e, hsr_error *err)
 {
     const hsri_hparams *hp = &e->model->hp;
-    uint64_t bytes;
+    uint64_t bytes = 0;
     HSRI_TRY(hsri_pool_bytes(&e->opts, &bytes, err));
     HSRI_TRY(hsri_pool_create(e->dev, bytes, &e->pool, err));
     hsri_kv_shape_init(&e->shape, e->pool, hp->n_layers, hp->n_kv_heads, hp->head_dim);
@@ -253,7 +253,7 @@ static void publish_session(hsr_session *s, const hsri_cache_stats *c)
         .kv_bytes = c->bytes, .kv_blocks = c->blocks, .pages_open = c->pages_open, .pages_full = c->pages_full,
         .pages_sealed = c->pages_sealed,
         .kv_format = HSR_KV_F32 + (int32_t)s->format, .running = s->request.active,
-        .index_kind = HSR_INDEX_NONE + (int32_t)s->index_shape.kind, .profile = s->profile_id, .index_bytes = c->index_bytes,
+        .index_kind = s->index_shape.clusters ? HSR_INDEX_CLUSTER : HSR_INDEX_NONE + (int32_t)s->index_shape.kind, .profile = s->profile_id, .index_bytes = c->index_bytes,
         .sparse_rows = s->sparse_rows, .covered = s->sparse_rows ? s->covered : NAN,
         .covered_mean = s->sparse_rows ? s->covered_sum / (double)s->sparse_rows : NAN, .attended_tokens = s->attended,
     };

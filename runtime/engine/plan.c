@@ -90,7 +90,7 @@ static void describe(const paper *p, hsr_plan_result *r)
     r->scratch_bytes = scratch_bytes(p);
     r->plain_bytes = p->need.plain * hsri_kv_slot_bytes(p->cache.type, d);
     r->sealed_bytes = p->need.sealed * hsri_kv_slot_bytes(p->cache.format, d);
-    r->index_bytes = p->need.index * HSRI_SLAB_BYTES;
+    r->index_bytes = p->need.index * HSRI_SLAB_BYTES + p->need.clusters * hsri_cluster_slot_bytes(&p->cache.index);
     r->table_bytes = table_bytes(p);
     r->session_blocks = hsri_kv_blocks_for(&p->engine.shape, &p->cache, p->session.context);
 }
@@ -151,7 +151,7 @@ static void judge(const paper *p, const tally *t, uint32_t n_sessions, uint64_t 
 
 static hsr_status count(const paper *p, uint32_t n_sessions, hsr_plan_result *r, hsr_error *err)
 {
-    uint64_t memory, cold;
+    uint64_t memory = 0, cold = 0;
     tally t = { 0 };
     HSRI_TRY(hsri_pool_bytes(&p->engine.opts, &memory, err));
     HSRI_TRY(hsri_cold_bytes(&p->engine.opts, &cold, err));

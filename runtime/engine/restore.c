@@ -100,7 +100,7 @@ static hsr_status check_numbers(const reader *r)
 {
     const hsri_save_header *h = &r->header;
     const uint32_t page = HSRI_PAGE_TOKENS;
-    const bool options = h->format < HSRI_N_KV_FORMATS && h->kv_type < HSRI_N_KV_TYPES && h->index.kind < HSRI_N_INDEX_KINDS &&
+    const bool options = h->format < HSRI_N_KV_FORMATS && h->kv_type < HSRI_N_KV_TYPES && h->index.kind < HSRI_N_INDEX_KINDS && h->index.clusters <= (h->index.kind == HSRI_INDEX_SKETCH) &&
                          h->index.n_4bit <= 4096 && h->index.n_4bit % 8 == 0 && h->index.n_2bit <= 4096 && h->index.n_2bit % 16 == 0 &&
                          h->window_size >= page && h->window_size % page == 0 && h->sink_size % page == 0 && h->window_size <= INT32_MAX &&
                          h->sink_size <= INT32_MAX && h->rollback_tokens <= INT32_MAX && h->chunk_tokens <= (1u << 20);
@@ -143,7 +143,7 @@ static hsr_session_opts session_opts(const reader *r, const hsr_restore_opts *o)
         .struct_size = sizeof(hsr_session_opts), .kv_format = HSR_KV_F32 + (int32_t)h->format, .context = o->context ? o->context : (int64_t)h->context,
         .beyond_trained = o->beyond_trained || (o->context == 0 && h->beyond_trained), .window_size = (int32_t)h->window_size,
         .sink_size = (int32_t)h->sink_size, .rollback_tokens = (int32_t)h->rollback_tokens, .user = o->user, .profile = o->profile,
-        .index_kind = HSR_INDEX_NONE + (int32_t)h->index.kind, .sketch_4bit = (int32_t)h->index.n_4bit, .sketch_2bit = (int32_t)h->index.n_2bit,
+        .index_kind = h->index.clusters ? HSR_INDEX_CLUSTER : HSR_INDEX_NONE + (int32_t)h->index.kind, .sketch_4bit = (int32_t)h->index.n_4bit, .sketch_2bit = (int32_t)h->index.n_2bit,
     };
 }
 

@@ -43,7 +43,11 @@ static hsr_status choose_index(hsr_session *s, hsr_error *err)
     const uint32_t d = s->engine->model->hp.head_dim;
 
     s->index_shape = (hsri_index_shape){ .head_dim = d, .n_4bit = (uint32_t)o->sketch_4bit, .n_2bit = (uint32_t)o->sketch_2bit };
-    s->index_shape.kind = o->index_kind == HSR_INDEX_AUTO ? hsri_profile_index(s->profile) : (hsri_index_kind)(o->index_kind - HSR_INDEX_NONE);
+    if (o->index_kind == HSR_INDEX_AUTO)
+        s->index_shape.kind = hsri_profile_index(s->profile);
+    else
+        s->index_shape.kind = o->index_kind == HSR_INDEX_CLUSTER ? HSRI_INDEX_SKETCH : (hsri_index_kind)(o->index_kind - HSR_INDEX_NONE);
+    s->index_shape.clusters = o->index_kind == HSR_INDEX_AUTO ? hsri_profile_clusters(s->profile) : o->index_kind == HSR_INDEX_CLUSTER;
     if (o->sketch_4bit == 0 && o->sketch_2bit == 0)
         s->index_shape.n_4bit = (uint32_t)hsri_min(24, d / 8 * 8);
     if (s->index_shape.kind == HSRI_INDEX_SKETCH && !s->engine->model->calibration)

@@ -392,11 +392,14 @@ static hsr_status begin_read(hsri_tiers *t, uint32_t body, hsri_move_priority pr
     if (status != HSR_OK)
         return status;
     hsri_body_set_frame(t, body, entry);
-    while (!submit(t, body, HSRI_MOVE_READ, priority))
-        if (hsri_tiers_collect(t, wait ? t->opts.deadline_ms : 0) == 0) {
-            free_frame(t, body);
-            return wait ? hsri_fail(err, HSR_E_IO, "%s: no transfer has ended for %u ms", t->opts.mover.directory, t->opts.deadline_ms) : HSR_AGAIN;
-        }
+    while (!submit(t, body, HSRI_MOVE_READ, priority)) {
+        if (hsri_tiers_collect(t, wait ? t->opts.deadline_ms : 0) > 0)
+            continue;
+        free_frame(t, body);
+        if (!wait)
+            return HSR_AGAIN;
+        return hsri_fail(err, HSR_E_IO, "%s: no transfer has ended for %u ms", t->opts.mover.directory, t->opts.deadline_ms);
+    }
     change(t, &t->bodies[body], HSRI_PAGE_EV_READ);
     return HSR_OK;
 }

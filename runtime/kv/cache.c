@@ -30,7 +30,8 @@ static hsr_status check_opts(const hsri_kv_shape *shape, const hsri_cache_opts *
 {
     bool encodes = hsri_seals_apart(opts);
     if (encodes && hsri_kv_slot_bytes(opts->format, shape->head_dim) == 0)
-        return hsri_fail(err, HSR_E_UNSUPPORTED, "the KV format does not exist at head size %u: it must be a multiple of 16", shape->head_dim);
+        return hsri_fail(err, HSR_E_UNSUPPORTED, "the KV format does not exist at head size %u: it must be a multiple of 16",
+                         shape->head_dim);
     if (hsri_kv_slots_per_block(opts->type, shape->head_dim) == 0 || hsri_kv_slots_per_block(opts->format, shape->head_dim) == 0)
         return hsri_fail(err, HSR_E_UNSUPPORTED, "a KV page of head size %u is larger than a block of 1 MiB", shape->head_dim);
     if ((encodes || opts->index.per_slab) && opts->window_pages == 0)
@@ -49,6 +50,8 @@ static hsr_status init_stores(hsri_cache *cache, hsr_error *err)
         HSRI_TRY(hsri_store_init(cache, HSRI_STORE_ENCODED, hsri_kv_slot_bytes(opts->format, d), opts->sink_pages, err));
     if (opts->index.per_slab)
         HSRI_TRY(hsri_store_init(cache, HSRI_STORE_INDEX, HSRI_SLAB_BYTES, 0, err));
+    if (hsri_cluster_slot_bytes(&opts->index))
+        HSRI_TRY(hsri_store_init(cache, HSRI_STORE_CLUSTERS, hsri_cluster_slot_bytes(&opts->index), 0, err));
     return HSR_OK;
 }
 
@@ -71,7 +74,8 @@ static hsr_status join_family(hsri_cache *cache, hsri_cache *parent, hsr_error *
     if (!tiers)
         return HSR_OK;
     if (!parent)
-        return hsri_family_create(tiers, cache->opts.format, cache->opts.lineage, hsri_kv_working_set(cache->shape, &cache->opts), &cache->family, err);
+        return hsri_family_create(tiers, cache->opts.format, cache->opts.lineage, hsri_kv_working_set(cache->shape, &cache->opts),
+                                  &cache->family, err);
     HSRI_TRY(hsri_family_join(parent->family, err));
     cache->family = parent->family;
     return HSR_OK;
@@ -165,6 +169,7 @@ void hsri_cache_destroy(hsri_cache *cache)
     free(cache->states);
     free(cache->bodies);
     free(cache->seals);
+    free(cache->clusters);
     free(cache);
 }
 
@@ -176,14 +181,16 @@ hsr_status hsri_cache_grow_tables(hsri_cache *cache, uint64_t n_pages, uint64_t 
     uint64_t need = n_pages * cache->per_page;
     if (!hsri_grow((void **)&cache->states, &cache->states_cap, need, sizeof *cache->states))
         return hsri_fail(err, HSR_E_NOMEM, "out of memory for the states of %llu pages", (unsigned long long)need);
-    if (cache->family && !hsri_grow((void **)&cache->bodies, &cache->bodies_cap, hsri_max(n_pages, cache->opts.sink_pages) * cache->per_page,
-                                    sizeof *cache->bodies))
+    if (cache->family && !hsri_grow((void **)&cache->bodies, &cache->bodies_cap,
+                                    hsri_max(n_pages, cache->opts.sink_pages) * cache->per_page, sizeof *cache->bodies))
         return hsri_fail(err, HSR_E_NOMEM, "out of memory for the states of %llu pages", (unsigned long long)need);
     HSRI_TRY(hsri_store_grow(cache, &stores[HSRI_STORE_PLAIN], n_pages, err));
     if (hsri_store_exists(&stores[HSRI_STORE_ENCODED]))
         HSRI_TRY(hsri_store_grow(cache, &stores[HSRI_STORE_ENCODED], hsri_max(n_pages, cache->opts.sink_pages), err));
     if (hsri_store_exists(&stores[HSRI_STORE_INDEX]))
         HSRI_TRY(hsri_store_grow(cache, &stores[HSRI_STORE_INDEX], hsri_index_rows(&cache->opts, encoded_end), err));
+    if (hsri_store_exists(&stores[HSRI_STORE_CLUSTERS]))
+        HSRI_TRY(hsri_store_grow(cache, &stores[HSRI_STORE_CLUSTERS], hsri_cluster_rows(&cache->opts, encoded_end), err));
     return HSR_OK;
 }
 
@@ -322,8 +329,8 @@ hsr_status hsri_cache_prepare(hsri_cache *cache, hsri_queue *q, uint64_t n_token
                          (unsigned long long)cache->reserved);
     n_tokens = hsri_max(n_tokens, cache->prepared);
     if (n_tokens - cache->committed > hsri_cache_step_limit(cache))
-        return hsri_fail(err, HSR_E_INTERNAL, "%llu positions in one step, but only %llu may be", (unsigned long long)(n_tokens - cache->committed),
-                         (unsigned long long)hsri_cache_step_limit(cache));
+        return hsri_fail(err, HSR_E_INTERNAL, "%llu positions in one step, but only %llu may be",
+                         (unsigned long long)(n_tokens - cache->committed), (unsigned long long)hsri_cache_step_limit(cache));
     uint64_t encoded_end = cache->encoded.queued;
     if (n_tokens > cache->committed)
         encoded_end = hsri_max(encoded_end, hsri_min(hsri_encoded_end_of(&cache->opts, n_tokens),
@@ -354,6 +361,7 @@ hsr_status hsri_cache_commit(hsri_cache *cache, uint64_t n_tokens, hsr_error *er
         cache->stores[kind].sent.done = cache->stores[kind].sent.queued;
     }
     cache->encoded.done = cache->encoded.queued;
+    cache->clustered.done = cache->clustered.queued;
     HSRI_TRY(hsri_seal_pages(cache, err));
     hsri_settle(cache);
     if (cache->family) {
@@ -403,7 +411,8 @@ hsr_status hsri_cache_truncate(hsri_cache *cache, uint64_t n_tokens, hsr_error *
                          (unsigned long long)cache->prepared);
     if (needs_lost_plain(cache, n_tokens))
         return hsri_fail(err, HSR_E_INVALID, "truncate from %llu to %llu tokens: at most %llu (rollback_tokens) can be taken back",
-                         (unsigned long long)cache->committed, (unsigned long long)n_tokens, (unsigned long long)cache->opts.rollback_tokens);
+                         (unsigned long long)cache->committed, (unsigned long long)n_tokens,
+                         (unsigned long long)cache->opts.rollback_tokens);
     for (int kind = 0; kind < HSRI_N_STORES; kind++)
         hsri_cow_undo(cache, &cache->stores[kind]);
     HSRI_TRY(close_pages(cache, n_tokens, err));
@@ -432,6 +441,7 @@ void hsri_cache_fill_seq(const hsri_cache *cache, hsri_seq *seq)
     seq->table = (hsri_ref){ .buf = stores[HSRI_STORE_PLAIN].buf };
     seq->sealed = (hsri_ref){ .buf = stores[hsri_read_store(&cache->opts)].buf };
     seq->index = (hsri_ref){ .buf = stores[HSRI_STORE_INDEX].buf };
+    seq->clusters = (hsri_ref){ .buf = stores[HSRI_STORE_CLUSTERS].buf };
     seq->kv_type = (uint32_t)cache->opts.type;
     seq->format = (uint32_t)cache->opts.format;
     seq->sink_pages = cache->opts.sink_pages;
@@ -489,7 +499,8 @@ hsri_page_state hsri_cache_page_state(const hsri_cache *cache, uint32_t page, ui
 static void add_store(const hsri_store *store, hsri_cache_stats *stats, hsri_store_stats *out)
 {
     *out = (hsri_store_stats){
-        .blocks = store->slots.n_blocks, .used = store->slots.n_used, .wasted = store->slots.n_free, .reserved_blocks = store->slots.n_reserved,
+        .blocks = store->slots.n_blocks, .used = store->slots.n_used, .wasted = store->slots.n_free,
+        .reserved_blocks = store->slots.n_reserved,
     };
     stats->blocks += out->blocks;
     stats->reserved_blocks += out->reserved_blocks;
@@ -508,7 +519,8 @@ void hsri_cache_get_stats(const hsri_cache *cache, hsri_cache_stats *stats)
     stats->slots_used = plain->used + encoded->used;
     stats->slots_wasted = plain->wasted + encoded->wasted;
     stats->bytes = plain->used * cache->stores[HSRI_STORE_PLAIN].slot_bytes + encoded->used * cache->stores[HSRI_STORE_ENCODED].slot_bytes;
-    stats->index_bytes = stats->stores[HSRI_STORE_INDEX].used * HSRI_SLAB_BYTES;
+    stats->index_bytes = stats->stores[HSRI_STORE_INDEX].used * HSRI_SLAB_BYTES +
+                         stats->stores[HSRI_STORE_CLUSTERS].used * cache->stores[HSRI_STORE_CLUSTERS].slot_bytes;
     stats->pages_plain = plain->used;
     stats->pages_encoded = encoded->used;
 }

@@ -57,7 +57,7 @@ uint64_t hsri_kv_working_set(const hsri_kv_shape *shape, const hsri_cache_opts *
 
 /* What is in these blocks: slots of pages as written, of sealed pages that have their own, of slabs. */
 typedef struct hsri_kv_need {
-    uint64_t plain, sealed, index;
+    uint64_t plain, sealed, index, clusters;
 } hsri_kv_need;
 
 hsri_kv_need hsri_kv_slots_for(const hsri_kv_shape *shape, const hsri_cache_opts *opts, uint64_t n_tokens);
@@ -69,6 +69,7 @@ typedef enum hsri_store_kind {
     HSRI_STORE_PLAIN,       /* pages as written; in plain formats without tiers all there are */
     HSRI_STORE_ENCODED,     /* sealed pages, where they have slots of their own; with tiers these are the tiers' */
     HSRI_STORE_INDEX,       /* index slabs */
+    HSRI_STORE_CLUSTERS,    /* cluster records of segments, if the index's shape asks for them */
     HSRI_N_STORES
 } hsri_store_kind;
 
@@ -85,7 +86,7 @@ typedef struct hsri_cache_stats {
     uint64_t slots_used;    /* page slots, plain and encoded */
     uint64_t slots_wasted;
     uint64_t bytes;         /* of the page slots used */
-    uint64_t index_bytes;   /* of the slabs used */
+    uint64_t index_bytes;   /* of the slabs and cluster records used */
     uint64_t pages_open, pages_full, pages_sealed; /* of (page, layer, head); their sum is all pages */
     uint64_t pages_plain, pages_encoded;           /* copies that exist in either form; a page may have both */
     hsri_store_stats stores[HSRI_N_STORES];

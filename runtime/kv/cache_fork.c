@@ -14,6 +14,12 @@ static uint64_t shared_slabs(const hsri_cache *cache)
     return cache->opts.index.per_slab && cache->sealed > cache->opts.sink_pages ? cache->sealed / cache->opts.index.per_slab : 0;
 }
 
+/* Records of segments whose pages are all sealed. */
+static uint64_t shared_records(const hsri_cache *cache)
+{
+    return hsri_min(hsri_cluster_rows(&cache->opts, cache->sealed), cache->clustered.done);
+}
+
 static hsr_status share_row(hsri_cache *cache, hsri_store *from, hsri_store *to, uint64_t row, hsr_error *err)
 {
     for (uint64_t i = row * cache->per_page; i < (row + 1) * cache->per_page; i++) {
@@ -123,6 +129,8 @@ static hsr_status share_pages(hsri_cache *cache, hsri_cache *fork, hsr_error *er
     }
     for (uint64_t slab = 0; slab < shared_slabs(cache); slab++)
         HSRI_TRY(share_row(cache, &cache->stores[HSRI_STORE_INDEX], &fork->stores[HSRI_STORE_INDEX], slab, err));
+    for (uint64_t segment = 0; segment < shared_records(cache); segment++)
+        HSRI_TRY(share_row(cache, &cache->stores[HSRI_STORE_CLUSTERS], &fork->stores[HSRI_STORE_CLUSTERS], segment, err));
     p.copies[HSRI_STORE_INDEX] = (hsri_index_rows(&cache->opts, cache->sealed) - shared_slabs(cache)) * cache->per_page;
     return promise_copies(cache, fork, &p, err);
 }
@@ -156,6 +164,8 @@ static void set_marks(const hsri_cache *cache, hsri_cache *fork)
         fork->stores[HSRI_STORE_ENCODED].n_rows = cache->sealed;
     if (hsri_store_exists(&fork->stores[HSRI_STORE_INDEX]))
         fork->stores[HSRI_STORE_INDEX].n_rows = hsri_index_rows(&cache->opts, cache->sealed);
+    fork->clustered = (hsri_progress){ shared_records(cache), shared_records(cache) };
+    fork->stores[HSRI_STORE_CLUSTERS].n_rows = shared_records(cache);
 }
 
 hsr_status hsri_cache_fork(hsri_cache *cache, hsri_queue *q, hsri_cache **out, hsr_error *err)

@@ -216,6 +216,15 @@ static hsr_status seal_page(hsri_cache *cache, uint64_t page, hsr_error *err)
     return HSR_OK;
 }
 
+/* Cluster records are not saved: the next step makes them again from the index. */
+static hsr_status take_records(hsri_cache *cache, const hsri_image *image, hsr_error *err)
+{
+    hsri_store *store = &cache->stores[HSRI_STORE_CLUSTERS];
+    while (store->n_rows < hsri_cluster_rows(&cache->opts, image->sealed))
+        HSRI_TRY(hsri_store_take(cache, store, err));
+    return HSR_OK;
+}
+
 hsr_status hsri_cache_write_image(hsri_cache *cache, hsri_queue *q, const hsri_image *image, hsri_image_part part, uint64_t row, uint8_t *bytes,
                                   hsr_error *err)
 {
@@ -224,7 +233,7 @@ hsr_status hsri_cache_write_image(hsri_cache *cache, hsri_queue *q, const hsri_i
         memcpy(bytes + i * image->slot_bytes[part] + offsetof(hsri_page_header, lineage), &cache->opts.lineage, sizeof cache->opts.lineage);
     HSRI_TRY(fill_row(cache, q, store_of(cache, part), at, bytes, err));
     if (part == HSRI_IMAGE_INDEX)
-        return HSR_OK;
+        return row + 1 == image->rows[part] ? take_records(cache, image, err) : HSR_OK;
     HSRI_TRY(add_page(cache, image, at, err));
     return part == HSRI_IMAGE_SEALED ? seal_page(cache, at, err) : HSR_OK;
 }

@@ -73,9 +73,12 @@ struct hsri_cache {
 
     hsri_progress        encoded;       /* pages [sink_pages, queued) have their encoded form and index entry */
     uint64_t             sealed;        /* pages [sink_pages, sealed) are immutable, in a sealed state */
+    hsri_progress        clustered;     /* segments [0, queued) have their cluster records */
+    hsri_cluster        *clusters;      /* list of this step */
+    size_t               clusters_cap;
     hsri_seal           *seals;         /* list of this step */
     size_t               seals_cap;
-    uint32_t             seals_buf;     /* one round of them */
+    uint32_t             seals_buf;     /* one round of either list */
 
     hsri_cache          *next, *prev;   /* ring of the lineage */
 #ifndef NDEBUG
@@ -130,6 +133,9 @@ uint64_t hsri_encoded_end_of(const hsri_cache_opts *opts, uint64_t n_tokens);
 
 /* Slabs that hold the index entries of encoded pages below `end`. */
 uint64_t hsri_index_rows(const hsri_cache_opts *opts, uint64_t end);
+
+/* Segments whose pages all lie below `end`; 0 without clusters. */
+uint64_t hsri_cluster_rows(const hsri_cache_opts *opts, uint64_t end);
 
 /* The most plain pages that exist at a time; UINT64_MAX where sealed pages are plain ones. */
 uint64_t hsri_ring_pages(const hsri_cache_opts *opts);
@@ -193,10 +199,10 @@ hsr_status hsri_cache_grow_tables(hsri_cache *cache, uint64_t n_pages, uint64_t 
 /* Move all layers and heads of a page, or none. */
 hsr_status hsri_move_page(hsri_cache *cache, uint64_t page, hsri_page_event event, hsr_error *err);
 
-/* Slots for the encoded forms and index entries of pages below `end`, and space for the list: the part that may fail. */
+/* Slots for the encoded forms, index entries and cluster records of pages below `end`, and space for the lists: the part that may fail. */
 hsr_status hsri_encode_take(hsri_cache *cache, uint64_t end, hsr_error *err);
 
-/* Enqueue the encoding of pages [encoded.done, end). */
+/* Enqueue the encoding of pages [encoded.done, end), and then the clusters of the segments that they fill. */
 void hsri_encode_enqueue(hsri_cache *cache, hsri_queue *q, uint64_t end);
 
 /* Give up what is encoded from page `end` on. */

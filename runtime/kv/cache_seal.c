@@ -39,6 +39,14 @@ static void refresh_entries(hsri_cache *cache, uint64_t end)
     }
 }
 
+static hsr_status take_records(hsri_cache *cache, uint64_t n_segments, hsr_error *err)
+{
+    uint64_t n = (hsri_max(n_segments, cache->clustered.done) - cache->clustered.done) * cache->per_page;
+    if (!hsri_grow((void **)&cache->clusters, &cache->clusters_cap, n, sizeof *cache->clusters))
+        return hsri_fail(err, HSR_E_NOMEM, "out of memory for a list of %llu segments to cluster", (unsigned long long)n);
+    return take_rows(cache, &cache->stores[HSRI_STORE_CLUSTERS], n_segments, err);
+}
+
 hsr_status hsri_encode_take(hsri_cache *cache, uint64_t end, hsr_error *err)
 {
     uint64_t n = (end - cache->encoded.done) * cache->per_page;
@@ -46,7 +54,8 @@ hsr_status hsri_encode_take(hsri_cache *cache, uint64_t end, hsr_error *err)
         return hsri_fail(err, HSR_E_NOMEM, "out of memory for a list of %llu pages to encode", (unsigned long long)n);
     HSRI_TRY(take_rows(cache, &cache->stores[HSRI_STORE_ENCODED], end, err));
     refresh_entries(cache, end);
-    return take_rows(cache, &cache->stores[HSRI_STORE_INDEX], hsri_index_rows(&cache->opts, end), err);
+    HSRI_TRY(take_rows(cache, &cache->stores[HSRI_STORE_INDEX], hsri_index_rows(&cache->opts, end), err));
+    return take_records(cache, hsri_cluster_rows(&cache->opts, end), err);
 }
 
 static hsri_seal describe(hsri_cache *cache, uint64_t page, uint64_t i)
@@ -77,6 +86,29 @@ static void copy_plain(hsri_cache *cache, hsri_queue *q, hsri_seal *seal)
         seal->entry = seal->sealed;
 }
 
+_Static_assert(sizeof(hsri_cluster) <= sizeof(hsri_seal), "a round of segments fits where a round of pages does");
+
+static void enqueue_clusters(hsri_cache *cache, hsri_queue *q, uint64_t n_segments)
+{
+    const hsri_store *store = &cache->stores[HSRI_STORE_CLUSTERS];
+    uint32_t n_kv_heads = cache->shape->n_kv_heads;
+    size_t n = 0;
+    for (uint64_t segment = cache->clustered.done; segment < n_segments; segment++)
+        for (uint64_t i = 0; i < cache->per_page; i++)
+            cache->clusters[n++] = (hsri_cluster){
+                .index = { .buf = cache->stores[HSRI_STORE_INDEX].buf }, .record = hsri_store_row(cache, store, segment)[i],
+                .first_page = (uint32_t)(cache->opts.sink_pages + segment * HSRI_SEGMENT_PAGES), .layer = (uint16_t)(i / n_kv_heads),
+                .head = (uint16_t)(i % n_kv_heads), .index_shape = cache->opts.index,
+            };
+    hsri_ref list = { .buf = cache->seals_buf };
+    for (size_t i = 0; i < n; i += HSRI_SEAL_ROUND) {
+        uint32_t round = (uint32_t)hsri_min(n - i, HSRI_SEAL_ROUND);
+        cache->dev->copy_in(q, list, cache->clusters + i, round * sizeof *cache->clusters);
+        cache->dev->ops.cluster(q, &cache->shape->view, list, round);
+    }
+    cache->clustered.queued = hsri_max(cache->clustered.done, n_segments);
+}
+
 void hsri_encode_enqueue(hsri_cache *cache, hsri_queue *q, uint64_t end)
 {
     size_t n = 0;
@@ -92,6 +124,7 @@ void hsri_encode_enqueue(hsri_cache *cache, hsri_queue *q, uint64_t end)
         cache->dev->ops.seal(q, &cache->shape->view, list, round);
     }
     cache->encoded.queued = end;
+    enqueue_clusters(cache, q, hsri_cluster_rows(&cache->opts, end));
 }
 
 void hsri_encode_shrink(hsri_cache *cache, uint64_t end)
@@ -102,6 +135,11 @@ void hsri_encode_shrink(hsri_cache *cache, uint64_t end)
         hsri_store_shrink(cache, &cache->stores[HSRI_STORE_ENCODED], end);
     if (hsri_store_exists(&cache->stores[HSRI_STORE_INDEX]))
         hsri_store_shrink(cache, &cache->stores[HSRI_STORE_INDEX], hsri_index_rows(&cache->opts, end));
+    uint64_t n_segments = hsri_cluster_rows(&cache->opts, end);
+    cache->clustered.queued = hsri_min(cache->clustered.queued, n_segments);
+    cache->clustered.done = hsri_min(cache->clustered.done, n_segments);
+    if (hsri_store_exists(&cache->stores[HSRI_STORE_CLUSTERS]))
+        hsri_store_shrink(cache, &cache->stores[HSRI_STORE_CLUSTERS], n_segments);
 }
 
 /* ---- sealing ---- */

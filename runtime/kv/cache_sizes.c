@@ -53,6 +53,11 @@ uint64_t hsri_seal_window(const hsri_cache_opts *opts)
     return opts->window_pages + (opts->tiers ? hsri_max(back, 1) : back);
 }
 
+uint64_t hsri_cluster_rows(const hsri_cache_opts *opts, uint64_t end)
+{
+    return hsri_cluster_slot_bytes(&opts->index) ? hsri_segments(end, opts->sink_pages) : 0;
+}
+
 /* A step of chunk_tokens touches pages q(committed) .. q(committed) + (chunk + 126) / 64 - 1. The seal window reaches back from
  * there, except that a page seals no earlier than one step after its encoding. */
 uint64_t hsri_ring_pages(const hsri_cache_opts *opts)
@@ -77,6 +82,7 @@ hsri_kv_need hsri_kv_slots_for(const hsri_kv_shape *shape, const hsri_cache_opts
         .plain = slots_of(hsri_min(hsri_pages_of(n_tokens), hsri_ring_pages(opts)), shape),
         .sealed = hsri_seals_apart(opts) ? slots_of(end - opts->sink_pages, shape) : 0,
         .index = slots_of(hsri_index_rows(opts, end), shape),
+        .clusters = slots_of(hsri_cluster_rows(opts, end), shape),
     };
 }
 
@@ -94,8 +100,10 @@ uint64_t hsri_kv_blocks_for(const hsri_kv_shape *shape, const hsri_cache_opts *o
     const hsri_kv_type sealed_format = hsri_kv_is_plain(opts->format) ? opts->type : opts->format;
     uint64_t plain = blocks_of(need.plain, hsri_kv_slots_per_block(opts->type, shape->head_dim));
     uint64_t sealed = blocks_of(need.sealed, hsri_kv_slots_per_block(sealed_format, shape->head_dim));
+    const uint32_t record_bytes = hsri_cluster_slot_bytes(&opts->index);
+    uint64_t clusters = blocks_of(need.clusters, record_bytes ? HSRI_BLOCK_BYTES / record_bytes : 0);
     uint64_t index = blocks_of(need.index, HSRI_SLABS_PER_BLOCK), sum;
-    if (__builtin_add_overflow(plain, sealed, &sum) || __builtin_add_overflow(sum, index, &sum))
+    if (__builtin_add_overflow(plain, sealed, &sum) || __builtin_add_overflow(sum, index, &sum) || __builtin_add_overflow(sum, clusters, &sum))
         return UINT64_MAX;
     return sum;
 }

@@ -132,7 +132,8 @@ static uint64_t sealed_end(const hsri_cache *cache, uint32_t pos)
 }
 
 /* Pin one sequence's pages of a group. *more: there is such a page. */
-static hsr_status pin_group_of(hsri_holder *h, pins *p, uint32_t seq, uint32_t pos, uint32_t layer, uint32_t group, bool wait, bool *more, hsr_error *err)
+static hsr_status pin_group_of(hsri_holder *h, pins *p, uint32_t seq, uint32_t pos, uint32_t layer, uint32_t group, bool wait, bool *more,
+                               hsr_error *err)
 {
     const hsri_cache *cache = h->step.caches[seq];
     uint64_t first = hsri_max((uint64_t)group * GROUP_PAGES, cache->opts.sink_pages);
@@ -230,7 +231,8 @@ static hsr_status read_lists(hsri_holder *h, const hsri_lists *lists, hsr_error 
 }
 
 /* Pin one list group of one pick and head. */
-static hsr_status pin_list(hsri_holder *h, pins *p, uint32_t layer, uint32_t seq, uint32_t head, const uint32_t *units, uint32_t n, bool wait, hsr_error *err)
+static hsr_status pin_list(hsri_holder *h, pins *p, uint32_t layer, uint32_t seq, uint32_t head, const uint32_t *units, uint32_t n, bool wait,
+                           hsr_error *err)
 {
     for (uint32_t i = 0; i < n; i++) {
         uint32_t page = units[i] / HSRI_PAGE_UNITS;
@@ -245,7 +247,8 @@ static hsr_status pin_list(hsri_holder *h, pins *p, uint32_t layer, uint32_t seq
     return HSR_OK;
 }
 
-static hsr_status pin_list_group(hsri_holder *h, pins *p, uint32_t layer, const hsri_lists *lists, uint32_t group, bool wait, hsr_error *err)
+static hsr_status pin_list_group(hsri_holder *h, pins *p, uint32_t layer, const hsri_lists *lists, uint32_t group, bool wait,
+                                 hsr_error *err)
 {
     uint32_t n_heads = h->step.caches[0]->shape->n_kv_heads, first = group * HSRI_LIST_GROUP_UNITS;
     size_t before = p->n;

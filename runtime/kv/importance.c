@@ -66,7 +66,8 @@ float hsri_importance_score(const hsri_importance_opts *o, const hsri_importance
     uint32_t idle = age(row->last_access, now);
     float recent = HALF_AGE / (HALF_AGE + (float)idle), near = HALF_DISTANCE / (HALF_DISTANCE + (float)distance);
     float pending = row->n_unfolded ? FOLD * (row->mass / (float)row->n_unfolded - row->frequency) : 0;
-    float score = (o->locality * near + o->frequency * (row->frequency + pending) + o->recency * recent) / (o->locality + o->frequency + o->recency);
+    float score = o->locality * near + o->frequency * (row->frequency + pending) + o->recency * recent;
+    score /= o->locality + o->frequency + o->recency;
     /* Idle pages rank below all others, and among themselves by score. */
     return idle > o->idle_tokens ? score * 0.5f : 0.5f + score * 0.5f;
 }

@@ -244,10 +244,12 @@ static hsr_status refuse(const hsri_family *f, const terms *to, hsr_error *err)
 {
     const hsri_tiers *t = f->tiers;
     const hsri_shelf *shelf = &t->shelves[f->format];
-    uint64_t pages = f->n_bodies + to->missing, cold = hsri_pool_available(t->home_pool) + (f->homed ? mib(f->n_bodies + f->missing, shelf) : 0);
+    uint64_t pages = f->n_bodies + to->missing, had = f->homed ? mib(f->n_bodies + f->missing, shelf) : 0;
+    uint64_t cold = hsri_pool_available(t->home_pool) + had;
     uint64_t ram = hsri_pool_available(t->opts.pool);
     if (cold < mib(pages, shelf))
-        return hsri_fail(err, HSR_E_NOSPACE, "%llu sealed pages need %llu MiB of cold storage; %llu of %llu MiB are available, and memory has %llu MiB",
+        return hsri_fail(err, HSR_E_NOSPACE,
+                         "%llu sealed pages need %llu MiB of cold storage; %llu of %llu MiB are available, and memory has %llu MiB",
                          (unsigned long long)pages, (unsigned long long)mib(pages, shelf), (unsigned long long)cold,
                          (unsigned long long)hsri_pool_total(t->home_pool), (unsigned long long)ram);
     return hsri_fail(err, HSR_E_NOSPACE, "sessions with pages in cold storage need %llu MiB of memory at a time; %llu MiB are available",
@@ -268,7 +270,8 @@ hsr_status hsri_family_promise(hsri_family *f, uint64_t before, uint64_t after, 
 
 /* ---- families ---- */
 
-hsr_status hsri_family_create(hsri_tiers *t, hsri_kv_type format, uint64_t lineage, uint64_t working_set, hsri_family **out, hsr_error *err)
+hsr_status hsri_family_create(hsri_tiers *t, hsri_kv_type format, uint64_t lineage, uint64_t working_set, hsri_family **out,
+                              hsr_error *err)
 {
     *out = hsri_new_array(1, sizeof **out);
     if (!*out)

@@ -70,7 +70,8 @@ void hsri_tiers_get_stats(hsri_tiers *tiers, hsri_tiers_stats *stats);
 /* ---- families ---- */
 
 /* The family of a lineage, with one member. working_set: frames that a member needs at a time once the family has homes. */
-hsr_status hsri_family_create(hsri_tiers *tiers, hsri_kv_type format, uint64_t lineage, uint64_t working_set, hsri_family **family, hsr_error *err);
+hsr_status hsri_family_create(hsri_tiers *tiers, hsri_kv_type format, uint64_t lineage, uint64_t working_set, hsri_family **family,
+                              hsr_error *err);
 
 /* One member more: HSR_E_NOSPACE if its working set cannot be promised. */
 hsr_status hsri_family_join(hsri_family *family, hsr_error *err);

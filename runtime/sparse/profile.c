@@ -143,6 +143,8 @@ hsri_index_kind hsri_profile_index(const hsri_profile *p)
     }
 }
 
+bool hsri_profile_clusters(const hsri_profile *p) { return p->sparse && p->selector == HSRI_SELECT_CLUSTER; }
+
 bool hsri_profile_can_read(const hsri_profile *p, hsri_index_kind kind)
 {
     const hsri_index_kind need = hsri_profile_index(p);

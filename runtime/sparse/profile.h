@@ -29,6 +29,7 @@ hsr_status hsri_profile_create(const hsr_profile *in, uint32_t n_layers, bool ca
 
 /* The index that the profile's selector needs, HSRI_INDEX_NONE if none; and whether one it does not ask for would do, too. */
 hsri_index_kind hsri_profile_index(const hsri_profile *profile);
+bool hsri_profile_clusters(const hsri_profile *profile);    /* it wants clusters, too */
 bool hsri_profile_can_read(const hsri_profile *profile, hsri_index_kind kind);
 
 /* Units that outside sink and window are sealed and can be selected by queries of page q. */

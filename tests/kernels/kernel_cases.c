@@ -887,6 +887,11 @@ void test_level(const char *name, const hsri_kernels *kernels, const hsri_kernel
         snprintf(kernel, sizeof kernel, "attend %s", dtype_names[i]);
         RUN(test_attend_values(kernels, reference, type); test_attend_hidden(kernels, type));
     }
+    for (int i = HSRI_N_KV_TYPES; i < HSRI_N_KV_FORMATS; i++) {
+        static const char *const formats[] = { "int8", "compact", "vtq" };
+        snprintf(kernel, sizeof kernel, "pages %s", formats[i - HSRI_N_KV_TYPES]);
+        RUN(test_format(kernels, reference, (hsri_kv_type)i, i != HSRI_KV_TYPE_VTQ && rounds_inputs(kernels, HSRI_DTYPE_BF16)));
+    }
     snprintf(kernel, sizeof kernel, "attend exp");
     RUN(test_attend_exp(kernels));
     snprintf(kernel, sizeof kernel, "rms_norm");

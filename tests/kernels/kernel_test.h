@@ -70,6 +70,8 @@ extern const char *const dtype_names[HSRI_N_DTYPES];
 /* ---- tests and bench ---- */
 
 void test_conversions(void);
+/* format_cases.c; rounds: the level rounds queries and weights to bf16 */
+void test_format(const hsri_kernels *kernels, const hsri_kernels *reference, hsri_kv_type format, bool rounds);
 void test_level(const char *name, const hsri_kernels *kernels, const hsri_kernels *reference);
 /* only: of the lines about linear and attend those that contain it; NULL: all lines. */
 void bench_level(const char *name, const hsri_kernels *kernels, uint32_t n_threads, const char *only);

@@ -263,6 +263,22 @@ def test_the_command(models, tmp_path):
     assert (tmp_path / "tiny.hsrcal").read_bytes() == before, "the same bytes every time, with any number of threads"
 
 
+def test_conversions_calibrate(models, tmp_path):
+    for _ in range(2):
+        with hs.load(models / "hf", dtype="f32", cache_dir=tmp_path / "made", threads=2) as model:
+            assert model.calibrated
+    (made,) = (tmp_path / "made").glob("*.hsrcal")
+    assert read_calibration(made).n_layers == 2
+    with hs.load(models / "hf", dtype="f32", cache_dir=tmp_path / "none", calibration=False) as model:
+        assert not model.calibrated and not list((tmp_path / "none").glob("*.hsrcal"))
+    with hs.load(models / "mute", dtype="f32", cache_dir=tmp_path / "mute") as model:
+        assert not model.calibrated, "a model without tokenizer computes all the same"
+    for options, found in (((), True), (("--no-calibrate",), False)):
+        target = tmp_path / f"{found}.hsr"
+        done = shell.run("convert", models / "hf", target, "--dtype", "f32", *options)
+        assert done.returncode == 0 and not done.stderr and target.with_suffix(".hsrcal").exists() == found
+
+
 def test_the_command_refuses(models, tmp_path):
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")

@@ -17,7 +17,7 @@ from hisparse_rt.eval.estimates import RULES, Head, Query, Setting, exact, top
 from hisparse_rt.eval.forced import Prompts, forced
 from hisparse_rt.eval.needle import KINDS, needles, prompt_ids, retrieve
 from hisparse_rt.eval.ppl import perplexity
-from hisparse_rt.eval.recall import recall
+from hisparse_rt.eval.recall import Truth, recall
 from hisparse_rt.eval.statistics import compare, interval, log_softmax, summary
 from hisparse_rt.profile import PRESETS, Profile
 from hisparse_rt.tools.calibrate import attention_scale, calibrate
@@ -133,6 +133,16 @@ def test_reading_everything_is_dense(model):
     assert nothing["bytes_read_per_token"] < everything["bytes_read_per_token"]
 
 
+def test_true_cover(model):
+    """An oracle knows what it reads; with all in reach it reads all."""
+    truth = Truth(None, attention_scale(model), 3)
+    oracle = Profile(selector="oracle", budget=128, forced_history=0, virtual_tokens=False)
+    result = perplexity(model, {"text": TEXT}, {"all": EVERYTHING, "some": oracle}, contexts=[1300], tokens=6, truth=truth)["profiles"]
+    assert result["all"]["covered_true"] == pytest.approx(1, abs=1e-5)
+    some = result["some"]
+    assert some["covered_true"] == pytest.approx(some["covered_estimated"], abs=0.02) and some["covered_true"] < 0.95
+
+
 def test_forced_rows_are_those_of_the_whole_text(model):
     ids = np.asarray(model.encode(TEXT), np.int32)[:900]
     whole = log_softmax(model.logits(ids))
@@ -201,7 +211,7 @@ def test_the_command(path, tmp_path):
     text, profile = tmp_path / "text.txt", tmp_path / "all.json"
     common = ("--threads", 1, "--json")
     runs = {
-        "ppl": ("--text", text, "--context", 1000, "--tokens", 4, "--profile", profile, "--compare", "fast"),
+        "ppl": ("--text", text, "--context", 1000, "--tokens", 4, "--profile", profile, "--compare", "fast", "--truth", 1),
         "needle": ("--text", text, "--lengths", 1000, "--depths", "0.5", "--profile", profile),
         "recall": ("--text", text, "--context", 2048, "--queries", 2, "--budget", 64, "--rules", "oracle,sketch"),
         "curve": ("--text", text, "--context", 1000, "--tokens", 4, "--selectors", "sketch,random", "--budgets", "16,64"),

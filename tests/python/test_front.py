@@ -158,10 +158,10 @@ def test_a_folder_is_converted_once(random_folder, tmp_path) -> None:
         first = os.stat(model.path)
     with hs.load(random_folder, dtype="f32", cache_dir=tmp_path, threads=1) as model:
         assert os.stat(model.path).st_mtime_ns == first.st_mtime_ns
-    assert len(list(tmp_path.iterdir())) == 1
+    assert len(list(tmp_path.glob("*.hsr"))) == 1
     os.utime(random_folder / "config.json")  # the source changed
     with hs.load(random_folder, dtype="f32", cache_dir=tmp_path, threads=1) as model:
-        assert len(list(tmp_path.iterdir())) == 2
+        assert len(list(tmp_path.glob("*.hsr"))) == 2
 
 
 def test_a_gguf_file_loads_too(tmp_path) -> None:
@@ -184,7 +184,7 @@ def test_loads_at_the_same_time_make_one_file(random_folder, tmp_path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors and len(list(tmp_path.iterdir())) == 1
+    assert not errors and len(list(tmp_path.glob("*.hsr"))) == 1
 
 
 def test_the_cache_follows_xdg(random_folder, tmp_path, monkeypatch) -> None:

@@ -97,11 +97,12 @@ def test_exactly_what_is_planned_with_a_cold_tier(folder, tmp_path, session, n):
 
 
 def test_resident_as_long_as_memory_holds_them(folder, tmp_path):
-    one = hs.plan(folder / "q8.hsr", context=4000, ram="1GiB", cold=str(tmp_path), cold_size="1GiB")
-    assert one.n_resident == 1 and one.cold_bytes == 0
-    ram = 3 * one.memory_bytes
-    found = hs.plan(folder / "q8.hsr", context=4000, sessions=6, ram=ram, cold=str(tmp_path), cold_size="1GiB")
-    assert found.fits and 0 < found.n_resident < 4 and found.cold_bytes > 0 and found.total_bytes > found.memory_bytes
+    options = {"context": 8000, "chunk": 64, "window_size": 64, "rollback_tokens": 64, "cold": str(tmp_path), "cold_size": "1GiB"}
+    one = hs.plan(folder / "q8.hsr", ram="1GiB", **options)
+    assert one.fits and one.n_resident == 1 and one.cold_bytes == 0
+    found = hs.plan(folder / "q8.hsr", sessions=7, ram=6 * one.memory_bytes, **options)
+    assert found.fits and 0 < found.n_resident < 7 and 0 < found.cold_bytes < 7 * one.memory_bytes
+    assert found.memory_bytes <= found.memory_budget <= found.total_bytes
 
 
 def test_too_many_sessions(folder):

@@ -300,8 +300,7 @@ def test_a_budget_that_is_too_small_refuses_and_changes_nothing(paths, tmp_path,
     with hs.load(paths / "wide.hsr", ram="64MiB", threads=2) as model, session_or_skip(model, kv) as s:
         s.append(IDS[:LENGTH])
         s.save(tmp_path / "s")
-        s.truncate(LENGTH)
-        blocks = model.stats().hot_blocks_used
+    blocks = hs.plan(paths / "wide.hsr", context=LENGTH, kv=kv, ram="1GiB", **SMALL).session_blocks
     for n, fits in ((blocks - 1, False), (blocks, True)):
         with hs.load(paths / "wide.hsr", ram=n << 20, threads=1) as other:
             if fits:

@@ -248,7 +248,8 @@ static inline void fake_init(fake_device *fake)
     *fake = (fake_device){
         .base = {
             .name = "fake", .ops = { .seal = fake_seal }, .alloc = fake_alloc, .reserve = fake_reserve, .commit = fake_commit,
-            .decommit = fake_decommit, .free = fake_free, .copy_in = fake_copy_in, .copy_out = fake_copy_out, .copy = fake_copy, .wait = fake_wait,
+            .decommit = fake_decommit, .free = fake_free, .copy_in = fake_copy_in, .copy_out = fake_copy_out, .copy = fake_copy,
+            .wait = fake_wait,
         },
     };
 }

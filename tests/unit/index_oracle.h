@@ -101,7 +101,8 @@ static inline double sketch_value(const hsri_index_shape *s, const uint8_t *entr
 }
 
 /* Log of the sum over a unit's tokens of exp(logit), as the entry has it. */
-static inline double unit_log_mass(const hsri_index_shape *s, const uint8_t *entry, const float *calibration, uint32_t selector, uint32_t unit,
+static inline double unit_log_mass(const hsri_index_shape *s, const uint8_t *entry, const float *calibration, uint32_t selector,
+                                   uint32_t unit,
                             const float *q, const float *rotated, double scale)
 {
     uint32_t     d = s->head_dim;

@@ -99,7 +99,8 @@ static void world_init(world *w, const shape_case *sc, uint64_t blocks)
     };
     if (sc->per_slab)
         w->opts.index = (hsri_index_shape){
-            .kind = HSRI_INDEX_SKETCH, .head_dim = sc->head_dim, .per_slab = sc->per_slab, .entry_bytes = HSRI_SLAB_BYTES / sc->per_slab / 64 * 64,
+            .kind = HSRI_INDEX_SKETCH, .head_dim = sc->head_dim, .per_slab = sc->per_slab,
+            .entry_bytes = HSRI_SLAB_BYTES / sc->per_slab / 64 * 64,
         };
     w->sessions = calloc(MAX_SESSIONS, sizeof *w->sessions);
 }
@@ -151,7 +152,8 @@ static bool reads_plain(const world *w, uint64_t page, uint64_t q)
 
 static bool stays_plain(const world *w, uint64_t page, uint64_t q)
 {
-    return hsri_page_is_plain((uint32_t)page, (uint32_t)q, w->opts.sink_pages, w->opts.window_pages + (uint32_t)pages_of(w->opts.rollback_tokens));
+    uint32_t window = w->opts.window_pages + (uint32_t)pages_of(w->opts.rollback_tokens);
+    return hsri_page_is_plain((uint32_t)page, (uint32_t)q, w->opts.sink_pages, window);
 }
 
 static void model_create(const world *w, session *s)

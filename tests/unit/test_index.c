@@ -54,9 +54,12 @@ static void test_top(void)
 /* ---- encoding ---- */
 
 static const struct { uint32_t kind, d, n_4bit, n_2bit; } index_cases[] = {
-    { HSRI_INDEX_SKETCH, 64, 24, 0 },   { HSRI_INDEX_SKETCH, 64, 8, 16 },  { HSRI_INDEX_SKETCH, 64, 16, 48 }, { HSRI_INDEX_SKETCH, 128, 32, 32 },
-    { HSRI_INDEX_SKETCH, 32, 0, 32 },   { HSRI_INDEX_SKETCH, 16, 16, 0 },  { HSRI_INDEX_SKETCH, 80, 40, 16 }, { HSRI_INDEX_MINMAX, 64, 0, 0 },
-    { HSRI_INDEX_MINMAX, 20, 0, 0 },    { HSRI_INDEX_MINMAX, 128, 0, 0 },  { HSRI_INDEX_GAUSSIAN, 64, 0, 0 }, { HSRI_INDEX_GAUSSIAN, 100, 0, 0 },
+    { HSRI_INDEX_SKETCH, 64, 24, 0 },   { HSRI_INDEX_SKETCH, 64, 8, 16 },  { HSRI_INDEX_SKETCH, 64, 16, 48 }, { HSRI_INDEX_SKETCH, 128, 32,
+                                                                                                                32 },
+    { HSRI_INDEX_SKETCH, 32, 0, 32 },   { HSRI_INDEX_SKETCH, 16, 16, 0 },  { HSRI_INDEX_SKETCH, 80, 40, 16 }, { HSRI_INDEX_MINMAX, 64, 0,
+                                                                                                                0 },
+    { HSRI_INDEX_MINMAX, 20, 0, 0 },    { HSRI_INDEX_MINMAX, 128, 0, 0 },  { HSRI_INDEX_GAUSSIAN, 64, 0, 0 }, { HSRI_INDEX_GAUSSIAN, 100,
+                                                                                                                0, 0 },
 };
 #define N_INDEX_CASES (sizeof index_cases / sizeof *index_cases)
 
@@ -165,8 +168,10 @@ static void test_encode(const hsri_kernels *kernels)
 
 /* ---- scoring, on every level ---- */
 
-/* How far the log of a mass may be off. The sketch's weights may be eight bits of the largest of a call, at worst one step for every code. */
-static double score_limit(const hsri_index_shape *s, const uint8_t *const *entries, uint32_t n_pages, uint32_t selector, const float *rotated,
+/* How far the log of a mass may be off. The sketch's weights may be eight bits of the largest of a call, at worst one step for every code.
+ * */
+static double score_limit(const hsri_index_shape *s, const uint8_t *const *entries, uint32_t n_pages, uint32_t selector,
+                          const float *rotated,
                           double scale)
 {
     double most = 0, sum = 0;
@@ -197,16 +202,21 @@ static void test_scores(const hsri_kernels *kernels)
         size_t                  at = i / 2;
         hsri_index_shape        s = shape_of(index_cases[at].kind, index_cases[at].d, index_cases[at].n_4bit, index_cases[at].n_2bit);
         hsri_calibration_record calibration = hsri_calibration_at(record, 1, 0, 0, s.head_dim);
-        uint32_t                d = s.head_dim, n_pages = i % 3 == 0 ? PAGES : 1 + (uint32_t)i % 7, n_heads = i % 4 == 3 ? MOST_HEADS : 1 + (uint32_t)i % 9;
+        uint32_t                d = s.head_dim, n_pages = i % 3 == 0 ? PAGES : 1 + (uint32_t)i % 7;
+        uint32_t                n_heads = i % 4 == 3 ? MOST_HEADS : 1 + (uint32_t)i % 9;
         uint32_t                selector = i % 2 ? HSRI_SELECT_MEAN : selectors[s.kind];
         double                  scale = 1 / sqrt(d);
         uint8_t                *slots = hsri_new_aligned(PAGES, s.entry_bytes);
         const uint8_t          *entries[PAGES];
-        hsri_score_args         a = { .entries = entries, .n_pages = n_pages, .n_heads = n_heads, .shape = &s, .scale = (float)scale, .queries = queries,
-                                      .rotated = rotated, .reference = references, .mean_k = s.kind == HSRI_INDEX_SKETCH ? calibration.mean_k : NULL,
+        hsri_score_args         a = { .entries = entries, .n_pages = n_pages, .n_heads = n_heads, .shape = &s, .scale = (float)scale,
+                                      .queries = queries,
+                                      .rotated = rotated, .reference = references,
+                                      .mean_k = s.kind == HSRI_INDEX_SKETCH ? calibration.mean_k : NULL,
                                       .mass = mass, .mass_stride = PAGES * UNITS + 3 };
-        hsri_score_fn           score = selector == HSRI_SELECT_MEAN ? kernels->sparse.score_mean : s.kind == HSRI_INDEX_SKETCH ? kernels->sparse.score_sketch
-                                        : s.kind == HSRI_INDEX_MINMAX ? kernels->sparse.score_minmax : kernels->sparse.score_gaussian;
+        hsri_score_fn           by_kind[] = { [HSRI_INDEX_SKETCH] = kernels->sparse.score_sketch,
+                                              [HSRI_INDEX_MINMAX] = kernels->sparse.score_minmax,
+                                              [HSRI_INDEX_GAUSSIAN] = kernels->sparse.score_gaussian };
+        hsri_score_fn           score = selector == HSRI_SELECT_MEAN ? kernels->sparse.score_mean : by_kind[s.kind];
 
         fill_calibration(record, d, 40 + i);
         fill_noise(queries, n_heads * d, 50 + i, 4.0f);

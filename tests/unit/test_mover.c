@@ -165,7 +165,9 @@ static void test_priorities(void)
     }
     set_fault(&w, HSRI_IO_READ, (hsri_io_fault){ .delay_ms = 40 });
     uint32_t ids[5];
-    static const hsri_move_priority priorities[5] = { HSRI_MOVE_BACKGROUND, HSRI_MOVE_BACKGROUND, HSRI_MOVE_PREFETCH, HSRI_MOVE_BACKGROUND, HSRI_MOVE_DEMAND };
+    static const hsri_move_priority priorities[5] = {
+        HSRI_MOVE_BACKGROUND, HSRI_MOVE_BACKGROUND, HSRI_MOVE_PREFETCH, HSRI_MOVE_BACKGROUND, HSRI_MOVE_DEMAND,
+    };
     for (uint32_t i = 0; i < 5; i++) {
         hsri_move move = move_of(&w, HSRI_MOVE_READ, i, 10 + i);
         ids[i] = hsri_mover_submit(w.mover, &move, priorities[i]);

@@ -191,7 +191,8 @@ static void decode_pages(world *w)
         for (uint32_t i = 0; i < w->n_pages * N_KV; i++) {
             float   *k = w->decoded[which] + i * n;
             uint32_t entry = entries[(i / N_KV * N_LAYERS + LAYER) * N_KV + i % N_KV];
-            uint8_t *slot = download(w, (hsri_ref){ .buf = w->kv.pool_buf, .offset = (uint64_t)(uintptr_t)slot_offset(w, entry, format) }, bytes);
+            hsri_ref at = { .buf = w->kv.pool_buf, .offset = (uint64_t)(uintptr_t)slot_offset(w, entry, format) };
+            uint8_t *slot = download(w, at, bytes);
             hsri_calibration_record record = hsri_calibration_at(w->calibration, N_KV, LAYER, i % N_KV, d);
 
             if (hsri_kv_is_plain(format) || (i / N_KV + 1) * 64 <= w->s.n_tokens)
@@ -517,9 +518,11 @@ static void test_shape(shape s, int32_t isa)
 
 int main(int argc, char **argv)
 {
-    int32_t first = HSR_ISA_REFERENCE, last = hsri_cpu_allow_amx() ? hsri_cpu_isa() : (int32_t)hsri_min(HSR_ISA_AVX512, (uint64_t)hsri_cpu_isa());
+    int32_t first = HSR_ISA_REFERENCE, last = hsri_cpu_isa();
 
-    if (argc > 1)
+    if (last == HSR_ISA_AMX && !hsri_cpu_allow_amx())
+        last = HSR_ISA_AVX512;
+    if (argc > 1)   /* one level alone, by number */
         first = last = atoi(argv[1]);
     for (int32_t isa = first; isa <= last; isa++) {
         test_shape((shape){ HSRI_KV_TYPE_F32, HSRI_KV_TYPE_F32, 32, 1, 2, 1400 }, isa);

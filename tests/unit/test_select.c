@@ -81,7 +81,8 @@ typedef struct world {
 
 static uint32_t group_of(const world *w) { return w->n_heads / KV_HEADS; }
 
-static const float *record_of(const world *w, uint32_t kv_head) { return w->calibration + (LAYER * KV_HEADS + kv_head) * hsri_calibration_floats(w->d); }
+static const float *record_of(const world *w,
+                              uint32_t kv_head) { return w->calibration + (LAYER * KV_HEADS + kv_head) * hsri_calibration_floats(w->d); }
 
 static uint32_t sealed_pages(const world *w, uint32_t pos)
 {
@@ -94,7 +95,8 @@ static const uint8_t *entry_of(const world *w, uint32_t seq, uint32_t kv_head, u
 {
     uint32_t slab = w->slabs[seq][(page / w->shape.per_slab * LAYERS + LAYER) * KV_HEADS + kv_head];
 
-    return w->pool + (uint64_t)(slab >> 8) * HSRI_BLOCK_BYTES + (slab & 255) * HSRI_SLAB_BYTES + page % w->shape.per_slab * w->shape.entry_bytes;
+    return w->pool + (uint64_t)(slab >> 8) * HSRI_BLOCK_BYTES + (slab & 255) * HSRI_SLAB_BYTES +
+           page % w->shape.per_slab * w->shape.entry_bytes;
 }
 
 static float *key_values(const world *w, uint32_t seq, uint32_t kv_head, uint32_t page, float *v)
@@ -126,9 +128,10 @@ static void fill_sequence(world *w, const hsri_kernels *kernels, uint32_t seq, u
 
             kernels->sparse.encode(&w->shape, &record, k, v, (uint8_t *)(uintptr_t)entry_of(w, seq, kv_head, page), scratch);
             w->pages[seq][at] = !with_pages ? 0 : (uint32_t)((8 + seq * 4 + slot / per_block) << 8 | slot % per_block);
+            uint8_t *page_slot = w->pool + (uint64_t)(w->pages[seq][at] >> 8) * HSRI_BLOCK_BYTES + (w->pages[seq][at] & 255) * page_bytes;
+
             for (uint32_t t = 0; t < 64 && with_pages; t++)
-                kernels->page_put[HSRI_KV_TYPE_F32](w->pool + (uint64_t)(w->pages[seq][at] >> 8) * HSRI_BLOCK_BYTES + (w->pages[seq][at] & 255) * page_bytes,
-                                                    d, t, k + t * d, v + t * d);
+                kernels->page_put[HSRI_KV_TYPE_F32](page_slot, d, t, k + t * d, v + t * d);
             free(k);
         }
     }
@@ -147,8 +150,9 @@ static world *world_new(const scenario *s, const hsri_kernels *kernels)
 {
     world *w = calloc(1, sizeof *w);
 
-    *w = (world){ .d = s->d, .n_heads = s->n_heads, .sink = s->sink, .window = s->window, .reach = s->reach, .n_forced = s->n_forced, .scale = 1 / sqrtf((float)s->d),
-                  .shape = shape_of(s->kind, s->d, s->n_4bit, s->n_2bit), .pool_bytes = (s->selector == HSRI_SELECT_ORACLE ? 24ull : 8ull) * HSRI_BLOCK_BYTES };
+    *w = (world){ .d = s->d, .n_heads = s->n_heads, .sink = s->sink, .window = s->window, .reach = s->reach, .n_forced = s->n_forced,
+                  .scale = 1 / sqrtf((float)s->d), .shape = shape_of(s->kind, s->d, s->n_4bit, s->n_2bit),
+                  .pool_bytes = (s->selector == HSRI_SELECT_ORACLE ? 24ull : 8ull) * HSRI_BLOCK_BYTES };
     w->pool = hsri_new_aligned(w->pool_bytes, 1);
     w->calibration = malloc(LAYERS * KV_HEADS * hsri_calibration_floats(w->d) * sizeof(float));
     for (uint32_t i = 0; i < LAYERS * KV_HEADS; i++)
@@ -160,14 +164,16 @@ static world *world_new(const scenario *s, const hsri_kernels *kernels)
         for (uint32_t i = 0; i < n_rows; i++)
             w->rows[w->n_rows++] = (hsri_row){ seq, s->pos[seq] + i };
         w->most_pages = (uint32_t)hsri_max(w->most_pages, n);
-        w->settings[seq] = (hsri_sparse){ .selector = s->selector, .flags = s->flags, .budget_units = s->budget, .slice_units = s->slice_units,
+        w->settings[seq] = (hsri_sparse){ .selector = s->selector, .flags = s->flags, .budget_units = s->budget,
+                                          .slice_units = s->slice_units,
                                           .ratio = s->ratio, .coarse_pages = 4, .fine_units = 4, .top_coarse = 5, .top_fine = 6,
                                           .n_forced = s->n_forced, .seed = 77 };
         for (uint32_t i = 0; i < LAYERS * KV_HEADS * MOST_FORCED; i++)
             w->forced[seq][i] = NO_PAGE;
         /* selectable ones, one of the sink, one of the window */
         for (uint32_t i = 0; i < LAYERS * KV_HEADS && s->n_forced == MOST_FORCED; i++)
-            memcpy(&w->forced[seq][i * MOST_FORCED], (uint32_t[]){ 0, s->sink + i % 2, s->sink + n / 2, n }, MOST_FORCED * sizeof(uint32_t));
+            memcpy(&w->forced[seq][i * MOST_FORCED], (uint32_t[]){ 0, s->sink + i % 2, s->sink + n / 2, n },
+                   MOST_FORCED * sizeof(uint32_t));
         fill_sequence(w, kernels, seq, n ? n : 1, s->selector == HSRI_SELECT_ORACLE);
     }
     w->stride = (uint32_t)hsri_max(s->budget, (uint64_t)ceil((double)s->ratio * w->most_pages * 4)) + 4 * s->n_forced;
@@ -214,7 +220,8 @@ static void result_free(result *r)
 /* Rows [row0, row0 + n_rows) of picks [pick0, pick0 + n_picks). */
 static result run_select(rig *r, const world *w, uint32_t pick0, uint32_t n_picks)
 {
-    uint32_t  row0 = w->picks[pick0].row, n_rows = w->picks[pick0 + n_picks - 1].row + w->picks[pick0 + n_picks - 1].n_rows - row0, d = w->d;
+    uint32_t  row0 = w->picks[pick0].row, d = w->d;
+    uint32_t  n_rows = w->picks[pick0 + n_picks - 1].row + w->picks[pick0 + n_picks - 1].n_rows - row0;
     uint64_t  n_lists = n_picks * KV_HEADS, n = n_rows * w->n_heads;
     hsri_seq  seqs[MOST_SEQS] = { 0 };
     hsri_pick picks[MOST_SEQS];
@@ -232,8 +239,11 @@ static result run_select(rig *r, const world *w, uint32_t pick0, uint32_t n_pick
     for (uint32_t i = 0; i < w->n_seqs; i++) {
         uint64_t n_slabs = (w->shape.per_slab ? w->most_pages / w->shape.per_slab : 0) + 1;
 
-        seqs[i] = (hsri_seq){ .sealed = upload(r, w->pages[i], (sealed_pages(w, w->rows[w->picks[i].row].pos) + 0ull) * LAYERS * KV_HEADS * 4),
-                              .index = upload(r, w->slabs[i], hsri_min(n_slabs, 1 + sealed_pages(w, w->rows[w->picks[i].row].pos) / w->shape.per_slab) *
+        seqs[i] = (hsri_seq){ .sealed = upload(r, w->pages[i], (sealed_pages(w,
+                                                                             w->rows[w->picks[i].row].pos) + 0ull) * LAYERS * KV_HEADS * 4),
+                              .index = upload(r, w->slabs[i], hsri_min(n_slabs,
+                                                                       1 + sealed_pages(w,
+                                                                                        w->rows[w->picks[i].row].pos) / w->shape.per_slab) *
                                               LAYERS * KV_HEADS * 4),
                               .sink_pages = w->sink, .window_pages = w->window, .index_shape = w->shape };
         settings[i] = w->settings[i];
@@ -284,9 +294,12 @@ static double log_mass(const world *w, uint32_t seq, uint32_t kv_head, uint32_t 
     double         sum = 0;
 
     if (selector != HSRI_SELECT_ORACLE) {
-        selector = selector == HSRI_SELECT_CLUSTER ? HSRI_SELECT_SKETCH : selector == HSRI_SELECT_SKETCH || selector == HSRI_SELECT_MINMAX || selector == HSRI_SELECT_GAUSSIAN
-                   ? selector : HSRI_SELECT_MEAN;
-        return unit_log_mass(&w->shape, entry_of(w, seq, kv_head, unit / 4), record_of(w, kv_head), selector, unit % 4, q, w->rotated + query * d,
+        if (selector == HSRI_SELECT_CLUSTER)
+            selector = HSRI_SELECT_SKETCH;
+        if (selector != HSRI_SELECT_SKETCH && selector != HSRI_SELECT_MINMAX && selector != HSRI_SELECT_GAUSSIAN)
+            selector = HSRI_SELECT_MEAN;
+        return unit_log_mass(&w->shape, entry_of(w, seq, kv_head, unit / 4), record_of(w, kv_head), selector, unit % 4, q,
+                             w->rotated + query * d,
                              (double)w->scale);
     }
     float *v = malloc(64 * d * sizeof *v), *k = key_values(w, seq, kv_head, unit / 4, v);
@@ -308,7 +321,8 @@ static void check_list(const world *w, const result *r, uint32_t pick, uint32_t 
 {
     const hsri_pick   *p = &w->picks[pick];
     uint32_t           seq = w->rows[p->row].seq, end = sealed_pages(w, w->rows[p->row].pos), first = w->sink;
-    uint32_t           n_pages = end > first ? end - first : 0, n_units = n_pages * 4, count = r->counts[pick * KV_HEADS + kv_head], g = group_of(w), d = w->d;
+    uint32_t           n_pages = end > first ? end - first : 0, n_units = n_pages * 4, g = group_of(w), d = w->d;
+    uint32_t           count = r->counts[pick * KV_HEADS + kv_head];
     const uint32_t    *units = r->units + (pick * KV_HEADS + kv_head) * w->stride;
     const hsri_sparse *s = &w->settings[seq];
     double            *worth = calloc(n_units + 1, sizeof *worth), *mass = calloc(n_units + 1, sizeof *mass);
@@ -355,7 +369,8 @@ static void check_list(const world *w, const result *r, uint32_t pick, uint32_t 
                     continue;
                 left += mass[u];
                 for (uint32_t j = 0; j < d; j++)
-                    o[j] += mass[u] * mean_value(&w->shape, entry_of(w, seq, kv_head, first + u / 4), record_of(w, kv_head) + 2 * d * d + d, j);
+                    o[j] += mass[u] * mean_value(&w->shape, entry_of(w, seq, kv_head, first + u / 4),
+                                                 record_of(w, kv_head) + 2 * d * d + d, j);
             }
             CHECK(near((double)r->covered[query], seen / all, tolerance));
             if (p->n_rows == 1 && (s->flags & HSRI_SPARSE_VIRTUAL) && s->selector != HSRI_SELECT_MINMAX && left > 1e-20 * all) {
@@ -428,7 +443,8 @@ static bool same(const world *w, const result *a, uint32_t pick_a, const result 
     for (uint32_t i = 0; i < n_picks * KV_HEADS; i++) {
         uint32_t list = pick_a * KV_HEADS + i;
 
-        ok &= a->counts[list] == b->counts[i] && memcmp(a->units + list * w->stride, b->units + i * w->stride, b->counts[i] * sizeof(uint32_t)) == 0;
+        ok &= a->counts[list] == b->counts[i] && memcmp(a->units + list * w->stride, b->units + i * w->stride,
+                                                        b->counts[i] * sizeof(uint32_t)) == 0;
     }
     ok &= memcmp(a->virtual_part + row * w->n_heads * (w->d + 2), b->virtual_part, n_rows * w->n_heads * (w->d + 2) * sizeof(float)) == 0;
     ok &= memcmp(a->covered + row * w->n_heads, b->covered, n_rows * w->n_heads * sizeof(float)) == 0;
@@ -474,7 +490,8 @@ static void test_scenario(const scenario *s, int32_t isa, bool check)
     if (check) {
         check_rotated(w, &all);
         for (uint32_t i = 0; i < w->n_picks * KV_HEADS; i++)
-            check_list(w, &all, i / KV_HEADS, i % KV_HEADS, s->reach > 100 ? 0.5 : s->selector == HSRI_SELECT_SKETCH || s->selector == HSRI_SELECT_CLUSTER ? 0.05 : 2e-3);
+            check_list(w, &all, i / KV_HEADS, i % KV_HEADS, s->reach > 100 ? 0.5 : s->selector == HSRI_SELECT_SKETCH ||
+                       s->selector == HSRI_SELECT_CLUSTER ? 0.05 : 2e-3);
     }
     for (uint32_t pick = 0; pick < w->n_picks; pick++) {
         result alone = run_select(&r, w, pick, 1);
@@ -531,7 +548,8 @@ static void test_nan(int32_t isa)
 /* A sequence of n pages, all of whose entries are copies of a few. */
 static world *bench_world(const hsri_kernels *kernels, uint32_t n_heads, uint32_t n_4bit, uint32_t n_2bit, uint32_t n_pages)
 {
-    scenario s = { "bench", HSRI_INDEX_SKETCH, 64, n_4bit, n_2bit, n_heads, 1, 8, HSRI_SELECT_SKETCH, 1, 64, 0, VIRTUAL, 0, { 64 * 80 }, 0, 3 };
+    scenario s = { "bench", HSRI_INDEX_SKETCH, 64, n_4bit, n_2bit, n_heads, 1, 8, HSRI_SELECT_SKETCH, 1, 64, 0, VIRTUAL, 0, { 64 * 80 }, 0,
+                   3 };
     world   *w = world_new(&s, kernels);
     uint32_t n_slabs = n_pages / w->shape.per_slab + 1, n = n_slabs * LAYERS * KV_HEADS;
 
@@ -565,7 +583,8 @@ static double time_score(const world *w, const hsri_kernels *kernels, uint32_t n
         uint64_t start = hsri_now_ns();
 
         for (uint32_t p = 0; p < n_pages; p += HSRI_SCORE_PAGES) {
-            hsri_score_args a = { .entries = entries + p, .n_pages = (uint32_t)hsri_min(HSRI_SCORE_PAGES, n_pages - p), .n_heads = group_of(w), .shape = &w->shape,
+            hsri_score_args a = { .entries = entries + p, .n_pages = (uint32_t)hsri_min(HSRI_SCORE_PAGES, n_pages - p),
+                                  .n_heads = group_of(w), .shape = &w->shape,
                                   .scale = w->scale, .queries = w->queries, .rotated = w->queries, .reference = references,
                                   .mean_k = record_of(w, 0) + 2 * w->d * w->d, .mass = mass + 4 * p, .mass_stride = n_pages * 4 };
 
@@ -584,7 +603,8 @@ static double time_select(const world *w, int32_t isa, int32_t n_threads)
     uint32_t     n_pages = w->most_pages, d = w->d;
     hsri_kv_view kv = { .pool_buf = upload(&r, w->pool, w->pool_bytes).buf, .n_layers = LAYERS, .n_kv_heads = KV_HEADS, .head_dim = d,
                         .calibration = upload(&r, w->calibration, LAYERS * KV_HEADS * hsri_calibration_floats(d) * sizeof(float)) };
-    hsri_seq     seq = { .sealed = upload(&r, w->pages[0], 4), .index = upload(&r, w->slabs[0], (n_pages / w->shape.per_slab + 1) * LAYERS * KV_HEADS * 4),
+    hsri_seq     seq = { .sealed = upload(&r, w->pages[0], 4), .index = upload(&r, w->slabs[0],
+                                                                               (n_pages / w->shape.per_slab + 1) * LAYERS * KV_HEADS * 4),
                          .sink_pages = w->sink, .window_pages = w->window, .index_shape = w->shape };
     hsri_batch   batch = { .n_rows = 1, .n_seqs = 1, .rows = upload(&r, w->rows, sizeof *w->rows), .seqs = upload(&r, &seq, sizeof seq) };
     hsri_ref     queries = upload(&r, w->queries, w->n_heads * d * 4), acc = upload(&r, w->acc, w->n_heads * (d + 2) * 4);
@@ -621,7 +641,8 @@ static int bench(int32_t n_threads, int32_t isa)
                 world *w = bench_world(&kernels, groups[g] * KV_HEADS, shapes[s].n_4bit, shapes[s].n_2bit, tokens[t] / 64);
                 double score = time_score(w, &kernels, tokens[t] / 64);
 
-                printf("  %3uK %.2f (%.1f GB/s) %.2f", tokens[t] / 1024, score, w->shape.entry_bytes / 64.0 / score, time_select(w, isa, n_threads));
+                printf("  %3uK %.2f (%.1f GB/s) %.2f", tokens[t] / 1024, score, w->shape.entry_bytes / 64.0 / score,
+                       time_select(w, isa, n_threads));
                 fflush(stdout);
                 world_free(w);
             }

@@ -113,7 +113,9 @@ static void world_init(world *w, const setup *s)
     CHECK(mkdtemp(w->directory) != NULL);
     CHECK(hsri_pool_create(&w->fake.base, s->blocks * MIB, &w->pool, NULL) == HSR_OK);
     hsri_kv_shape_init(&w->shape, w->pool, s->n_layers, s->n_kv_heads, 512);
-    w->faults = (faults){ .hook = { before_io, &w->faults }, .any_action = true, .lock = PTHREAD_MUTEX_INITIALIZER, .delay_seed = s->delay_seed };
+    w->faults = (faults){
+        .hook = { before_io, &w->faults }, .any_action = true, .lock = PTHREAD_MUTEX_INITIALIZER, .delay_seed = s->delay_seed,
+    };
     hsri_tiers_opts opts = {
         .pool = w->pool, .memory = w->fake.bufs[hsri_pool_buf(w->pool) - 1].data, .head_dim = 512, .deadline_ms = s->deadline_ms,
         .mover = { .directory = w->directory, .bytes = s->cold, .io = { .kind = s->io, .faults = &w->faults.hook } },
@@ -126,7 +128,8 @@ static void world_init(world *w, const setup *s)
     CHECK(w->fake.base.alloc(&w->fake.base, 256 + MAX_SESSIONS * 2 * LIST_UNITS * 4, &w->lists_buf, NULL) == HSR_OK);
     w->sparse = s->sparse;
     w->opts = (hsri_cache_opts){
-        .type = s->type, .format = s->format, .window_pages = 2, .sink_pages = 1, .rollback_tokens = 64, .chunk_tokens = 100, .tiers = w->tiers,
+        .type = s->type, .format = s->format, .window_pages = 2, .sink_pages = 1, .rollback_tokens = 64, .chunk_tokens = 100,
+        .tiers = w->tiers,
     };
     if (s->per_slab)
         w->opts.index = (hsri_index_shape){
@@ -257,14 +260,17 @@ static void check_units(world *w, session **parts, const hsri_lists *lists, uint
     for (uint32_t i = 0; i < lists->n_picks * w->shape.n_kv_heads; i++)
         for (uint32_t u = g0 * HSRI_LIST_GROUP_UNITS; u < g1 * HSRI_LIST_GROUP_UNITS && u < counts[i]; u++) {
             uint32_t k = i / w->shape.n_kv_heads, head = i % w->shape.n_kv_heads;
-            CHECK(page_is_right(w, parts[k], units[i * LIST_UNITS + u] / HSRI_PAGE_UNITS, layer * w->shape.n_kv_heads + head, (ends[k] - 1) / 64));
+            uint32_t page = units[i * LIST_UNITS + u] / HSRI_PAGE_UNITS;
+            CHECK(page_is_right(w, parts[k], page, layer * w->shape.n_kv_heads + head, (ends[k] - 1) / 64));
         }
 }
 
 /* What sparse attention does: a list per sequence and head, group by group. */
 static hsr_status attend_sparse(world *w, session **parts, uint32_t n, const hsri_residency *r, const uint64_t *ends, hsr_error *err)
 {
-    hsri_lists lists = { .counts = { .buf = w->lists_buf }, .units = { .buf = w->lists_buf, .offset = 256 }, .stride = LIST_UNITS, .n_picks = n };
+    hsri_lists lists = {
+        .counts = { .buf = w->lists_buf }, .units = { .buf = w->lists_buf, .offset = 256 }, .stride = LIST_UNITS, .n_picks = n,
+    };
     for (uint32_t layer = 0; layer < w->shape.n_layers; layer++) {
         uint32_t *counts = fake_at(&w->fake, lists.counts, 4), *units = fake_at(&w->fake, lists.units, 4);
         for (uint32_t i = 0; i < n * w->shape.n_kv_heads; i++)
@@ -456,7 +462,8 @@ static void test_admission(void)
     session *a = create(&w), *b = create(&w);
     hsr_error err = HSR_ERROR_INIT;
     hsri_pool_stats before = pool_stats(&w), after;
-    CHECK(hsri_cache_admit(a->cache, 7000, &err) == HSR_E_NOSPACE && strstr(err.message, "cold storage") && strstr(err.message, "of 20 MiB"));
+    CHECK(hsri_cache_admit(a->cache, 7000, &err) == HSR_E_NOSPACE);
+    CHECK(strstr(err.message, "cold storage") && strstr(err.message, "of 20 MiB"));
     after = pool_stats(&w);
     CHECK(memcmp(&before, &after, sizeof before) == 0 && tiers_stats(&w).homes_promised == 0);
     CHECK(hsri_cache_admit(a->cache, 4000, &err) == HSR_OK && tiers_stats(&w).homes_promised > 0);

@@ -15,6 +15,8 @@ from ..model import Model
 
 # Enough to load code and weights and to let a program settle on its kernels; more would only take time at great depths.
 _WARM_UP_TOKENS = 2048
+COMPUTED_TOKENS = 8192
+"""Tokens that are really computed where the rest of a context is sampled from them."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Options:
     engine: dict[str, Any] = field(default_factory=dict)
     session: dict[str, Any] = field(default_factory=dict)
     generate: dict[str, Any] = field(default_factory=dict)
+    fill: bool = False
+    """Only the start of a context is computed, the rest is sampled from it: Session.fill."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +46,11 @@ class Point:
 def make(model: str, ids: npt.NDArray[np.int32], point: Point, options: Options) -> dict[str, Any]:
     """The job for a measuring process. No prompt begins like another or like the warm-up: some programs keep what they computed."""
     n_warm_up = min(point.depth, _WARM_UP_TOKENS)
+    n_computed = min(point.depth, COMPUTED_TOKENS) if options.fill else point.depth
     rotations = [np.roll(ids, -i * (len(ids) // (point.batch + 1))).tolist() for i in range(point.batch + 1)]
     return {
-        "model": model, "prompts": [ids_[:point.depth] for ids_ in rotations[:-1]], "warm_up": rotations[-1][:n_warm_up],
-        "decode_tokens": options.decode_tokens, "threads": options.threads,
+        "model": model, "prompts": [ids_[:n_computed] for ids_ in rotations[:-1]], "warm_up": rotations[-1][:n_warm_up],
+        "fill": point.depth - n_computed, "decode_tokens": options.decode_tokens, "threads": options.threads,
         "engine": options.engine, "session": options.session, "generate": options.generate,
     }
 

@@ -17,8 +17,8 @@ Row = dict[str, Any]
 def step_bytes(shape: Shape, samples: Samples, point: Point, options: Options) -> int | None:
     """Bytes that a decoding step reads in the middle of the decoded tokens; None if ours was not measured there."""
     runs = samples.runs.get((OURS, point))
-    if not runs:
-        return None
+    if not runs or options.engine.get("profile", "exact") != "exact":
+        return None  # how much a sparse profile reads depends on what it finds
     held = runs[-1].get("kv_bytes", 0) / point.batch
     kv = kv_bytes(shape, runs[-1]["kv"], point.depth + (options.decode_tokens + 1) / 2, held)
     return round(decode_bytes(shape, kv, point.batch))
@@ -27,7 +27,7 @@ def step_bytes(shape: Shape, samples: Samples, point: Point, options: Options) -
 def rows(shape: Shape, samples: Samples, points: list[Point], peers: list[str], options: Options, ceilings: Ceilings | None) -> list[Row]:
     """One for prefill and one for decode at each depth; where sessions decode together, decode alone."""
     found = []
-    for work in ("prefill", "decode"):
+    for work in ("decode",) if options.fill else ("prefill", "decode"):
         for point in points:
             if work == "decode" or point.batch == 1:
                 found.append(_row(work, point, shape, samples, peers, _bound(work, point, shape, samples, options, ceilings)))
@@ -54,6 +54,7 @@ def _row(work: str, point: Point, shape: Shape, samples: Samples, peers: list[st
         "work": work, "depth": point.depth, "batch": point.batch, "dtype": shape.dtype, "kv": ours[-1]["kv"] if ours else None,
         "ours": mine, "peers": {name: medians[name] for name in peers}, "ratio": mine / best if mine and best else None,
         "bound": bound, "of_bound": mine / bound if mine and bound else None, "runs": runs,
+        "details": ours[-1].get("details") if ours else None,
     }
 
 

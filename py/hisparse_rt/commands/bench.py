@@ -58,6 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     parser.add_argument("--depths", type=common.checked(_depths), metavar="N,N",
                         help="tokens already in the session (default: those of 512,2K,8K,16K,32K that the model was trained for)")
+    parser.add_argument("--context", type=common.whole(1), metavar="N", help="one depth: the same as --depths N --beyond-trained")
+    parser.add_argument("--fill", choices=["synthetic"],
+                        help="compute only the first 8192 tokens of a depth and sample the keys and values of the others from them")
     parser.add_argument("--decode-tokens", type=common.whole(2), default=32, metavar="N",
                         help="tokens to decode at each depth, at least 2 (default: %(default)s)")
     parser.add_argument("--batch", type=common.whole(2, 1024), metavar="N", help="also decode with N sessions at a time")
@@ -98,13 +101,16 @@ def _add_peers(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     pythons = _check(args)
+    if args.context is not None:
+        args.depths, args.beyond_trained = [args.context], True
     with _open(args) as model:
         shape, stats, facts = bounds.shape_of(model), model.stats(), _facts(model, args)
         depths = _fitting(model, args)
-        ids = job.prompt(model, max(depths) + 1, args.text)
+        ids = job.prompt(model, min(max(depths), job.COMPUTED_TOKENS) + 1 if args.fill else max(depths) + 1, args.text)
         source = os.fsdecode(model.file)
     points = [Point(depth, batch) for depth in depths for batch in (1, args.batch) if batch]
-    options = Options(args.decode_tokens, stats.n_threads, _engine(args), {"beyond_trained": args.beyond_trained})
+    options = Options(args.decode_tokens, stats.n_threads, _engine(args), {"beyond_trained": args.beyond_trained},
+                      fill=args.fill is not None)
     common.say(f"{facts['arch']} {facts['dtype']}, {facts['parameters'] / 1e6:.0f}M parameters; {stats.isa}, {stats.n_threads} threads; "
                f"median of {args.repeats}; load average {facts['load_average'][0]:.1f}")
     ours, peers = programs.ours(source), _find_peers(args, pythons)
@@ -143,6 +149,10 @@ def _show(text: str) -> None:
 def _check(args: argparse.Namespace) -> dict[str, str]:
     """What can be wrong is told before a model is opened, or converted. Returns the interpreters of peers."""
     pythons = dict(args.peer_python)
+    if args.context is not None and args.depths is not None:
+        args.usage_error("give --context or --depths, not both")
+    if args.fill and args.peers:
+        args.usage_error("--fill is for our own program: the others would have to compute the whole context")
     if args.peers and args.peer_model is None:
         args.usage_error("--peers needs --peer-model: a GGUF file of the same weights")
     for name, python in pythons.items():

@@ -19,7 +19,9 @@ from . import common
 from .calibrate import read_text
 
 if TYPE_CHECKING:
+    from ..calibration import Calibration
     from ..eval.estimates import Setting
+    from ..eval.recall import Truth
 
 HELP = "measure how close sparse attention comes to dense attention"
 
@@ -98,6 +100,8 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 def _add_ppl(parser: argparse.ArgumentParser) -> None:
     _add_text(parser, 256)
+    parser.add_argument("--truth", type=common.whole(1), metavar="N",
+                        help="also tell how much of the attention of N tokens was really read, as the rule in NumPy would choose")
     _add_compare(parser)
 
 
@@ -180,9 +184,22 @@ def _ppl(args: argparse.Namespace) -> int:
 
     texts = _texts(args, max(args.context) + args.tokens + 1)
     with _open(args) as model, progress.bar("evaluating", "run") as report:
-        result = perplexity(model, texts, _profiles(args), contexts=args.context, tokens=args.tokens, beyond_trained=args.beyond_trained,
-                            report=report)
+        result = perplexity(model, texts, _profiles(args), contexts=args.context, tokens=args.tokens, truth=_truth(args, model),
+                            beyond_trained=args.beyond_trained, report=report)
     return _print(args, result, _ppl_table)
+
+
+def _truth(args: argparse.Namespace, model: Model) -> Truth | None:
+    from ..eval.recall import Truth
+    from ..tools.calibrate import attention_scale
+
+    return Truth(_calibration(args, model), attention_scale(model), args.truth) if args.truth else None
+
+
+def _calibration(args: argparse.Namespace, model: Model) -> Calibration | None:
+    """What the model was loaded with, for rules in NumPy."""
+    path = args.calibration or beside(os.fsdecode(model.file))
+    return read_calibration(path, model.metadata("hisparse.source")) if model.calibrated and os.path.exists(path) else None
 
 
 def _ppl_table(result: dict[str, Any]) -> str:
@@ -195,13 +212,15 @@ def _heading(result: dict[str, Any], first: str) -> str:
     return (f"{len(result['texts'])} text(s), {result['tokens']} tokens after {', '.join(map(str, result['contexts']))}; "
             f"dense: perplexity {dense['perplexity']:.4f}, {1 / dense['seconds_per_token']:.1f} tok/s\n"
             f"{first:20}{'KL':>9}{'95 % interval':>19}{'p95':>9}{'loss':>9}{'same top':>10}{'perplexity':>12}{'covered':>9}"
+            f"{'true':>8}"
             f"{'attended':>10}{'MB read':>9}{'tok/s':>8}\n")
 
 
 def _measured(name: str, row: dict[str, Any]) -> str:
     low, high = row["kl_interval"]
     return (f"{name:20}{row['kl_mean']:9.5f}{f'{low:.5f}-{high:.5f}':>19}{row['kl_p95']:9.4f}{row['logprob_loss']:9.4f}"
-            f"{row['top1_agreement']:10.3f}{row['perplexity']:12.4f}{row['covered_estimated']:9.4f}{row['attended_tokens']:10.0f}"
+            f"{row['top1_agreement']:10.3f}{row['perplexity']:12.4f}{row['covered_estimated']:9.4f}"
+            f"{row['covered_true']:8.4f}{row['attended_tokens']:10.0f}"
             f"{row['bytes_read_per_token'] / 1e6:9.2f}{1 / row['seconds_per_token']:8.1f}\n")
 
 
@@ -257,8 +276,7 @@ def _recall(args: argparse.Namespace) -> int:
 
     text = read_text(args.text) or _library(8 * args.context)
     with _open(args) as model, progress.bar("evaluating", "layer") as report:
-        path = args.calibration or beside(os.fsdecode(model.file))
-        calibration = read_calibration(path, model.metadata("hisparse.source")) if os.path.exists(path) else None
+        calibration = _calibration(args, model)
         rules = args.rules or [name for name in RULES if calibration is not None or name != "sketch"]
         result = recall(model, text_ids(model, text, args.context, args.text or "the default text"), calibration, attention_scale(model),
                         rules=rules, setting=_setting(args), queries=args.queries, beyond_trained=args.beyond_trained, report=report)

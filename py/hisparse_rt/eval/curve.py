@@ -17,7 +17,7 @@ def curve(
     model: Model, texts: Mapping[str, str], base: Profile, *, selectors: Sequence[str], budgets: Sequence[int], contexts: Sequence[int],
     tokens: int, beyond_trained: bool = False, report: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
-    """`perplexity` for every selector at every budget, the other settings as in `base`; and a window alone, for comparison."""
+    """`perplexity` for every selector at every budget, the other settings as in `base`."""
     profiles = {f"{selector} {budget}": replace(base, mode="sparse", selector=selector, budget=budget)
                 for selector in selectors for budget in budgets}
     result = perplexity(model, texts, profiles, contexts=contexts, tokens=tokens, beyond_trained=beyond_trained, report=report)

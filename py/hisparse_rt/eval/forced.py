@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +19,9 @@ from ..session import Session
 from .statistics import log_softmax
 
 Ids = npt.NDArray[np.int32]
-INDEX_OF = {"sketch": "sketch", "cluster": "sketch", "minmax": "minmax", "gaussian": "gaussian"}
+INDEX_OF = {"sketch": "sketch", "cluster": "cluster", "minmax": "minmax", "gaussian": "gaussian"}
 _PLAIN_BYTES = {"f32": 4, "bf16": 2}
-_CODE_BYTES = {"int8": 1.03, "compact": 0.5, "vtq": 0.57}
+_CODE_BYTES = {"int8": 1.13, "compact": 0.5, "vtq": 0.56}  # of a value, scales and means included
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,13 @@ def index_of(model: Model, profile: Profile) -> str:
 
 
 class Prompts:
-    """Sessions that hold the dense prompt: one for each key-value format and index that profiles ask for, computed when needed."""
+    """Sessions that hold the dense prompt: one for each key-value format and index that profiles ask for, computed when needed.
 
-    def __init__(self, model: Model, ids: Ids, room: int, *, beyond_trained: bool = False) -> None:
+    profiles: those that will be asked for; dense attention, which needs no index, then shares the session of the first.
+    """
+
+    def __init__(self, model: Model, ids: Ids, room: int, profiles: Iterable[Profile] = (), *, beyond_trained: bool = False) -> None:
+        self._dense_index = next((index_of(model, profile) for profile in profiles if profile.mode == "sparse"), "none")
         self.model, self.ids, self.room, self.beyond = model, ids, room, beyond_trained
         check_length(model, len(ids) + room, beyond_trained)
         self._sessions: dict[tuple[object, ...], Session] = {}
@@ -58,7 +62,8 @@ class Prompts:
     def fork(self, profile: Profile, kv: str | None = None) -> Iterator[Session]:
         """A session behind the prompt that goes on under `profile`."""
         own = profile.session_options()
-        key = (kv or self.model.kv, index_of(self.model, profile), *sorted(own.items()))
+        index = index_of(self.model, profile) if profile.mode == "sparse" else self._dense_index
+        key = (kv or self.model.kv, index, *sorted(own.items()))
         if key not in self._sessions:
             session = self.model.session(context=len(self.ids) + self.room, kv=key[0], index=key[1], profile=0,
                                          beyond_trained=self.beyond, **own)
@@ -116,7 +121,3 @@ def text_ids(model: Model, text: str, n: int, name: str) -> Ids:
     if len(ids) < n:
         raise InvalidError(f"{name} has {len(ids)} tokens, and {n} are needed")
     return ids[:n]
-
-
-def sorted_unique(values: Sequence[int]) -> list[int]:
-    return sorted(set(values))

@@ -78,7 +78,7 @@ def retrieve(
     for done, (kind, length, depth) in enumerate(jobs):
         asked = needles(kind, depth, seed)
         ids = prompt_ids(model, text, length, asked[0].facts)
-        with Prompts(model, ids, _ROOM, beyond_trained=beyond_trained) as prompts:
+        with Prompts(model, ids, _ROOM, profiles.values(), beyond_trained=beyond_trained) as prompts:
             for needle in asked:
                 case: dict[str, Any] = {"kind": kind, "length": length, "depth": depth, "answer": needle.answer}
                 with prompts.fork(PRESETS["exact"], "auto") as session:

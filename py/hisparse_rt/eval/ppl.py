@@ -10,7 +10,9 @@ import numpy as np
 
 from ..model import Model
 from ..profile import PRESETS, Profile
-from .forced import Prompts, bytes_per_token, forced, text_ids
+from ..session import Session
+from .forced import Forced, Ids, Prompts, bytes_per_token, forced, text_ids
+from .recall import Truth
 from .statistics import Comparison, compare, summary
 
 Report = Callable[[int, int], object] | None
@@ -18,20 +20,20 @@ Report = Callable[[int, int], object] | None
 
 def perplexity(
     model: Model, texts: Mapping[str, str], profiles: Mapping[str, Profile], *, contexts: Sequence[int], tokens: int,
-    beyond_trained: bool = False, report: Report = None,
+    truth: Truth | None = None, beyond_trained: bool = False, report: Report = None,
 ) -> dict[str, Any]:
     """Teacher-forced decoding of `tokens` tokens after dense prompts of each context, for each text, dense and under each profile.
 
-    All profiles see the same tokens and are compared with the same dense run.
+    All profiles see the same tokens and are compared with the same dense run. truth: also tell how much attention was really read.
     """
     runs: dict[str, list[Comparison]] = {name: [] for name in profiles}
-    facts: dict[str, list[tuple[float, float, float, float, float]]] = {name: [] for name in profiles}
+    facts: dict[str, list[tuple[float, ...]]] = {name: [] for name in profiles}
     dense_facts: list[tuple[float, float]] = []
     done, total = 0, len(texts) * len(contexts) * (len(profiles) + 1)
     for text_name, text in texts.items():
         for context in contexts:
             ids = text_ids(model, text, context + tokens + 1, text_name)
-            with Prompts(model, ids[:context], tokens, beyond_trained=beyond_trained) as prompts:
+            with Prompts(model, ids[:context], tokens, profiles.values(), beyond_trained=beyond_trained) as prompts:
                 shown, following = ids[context:context + tokens], ids[context + 1:]
                 with prompts.fork(PRESETS["exact"], "auto") as session:
                     dense = forced(session, shown)
@@ -39,20 +41,31 @@ def perplexity(
                 done = _told(report, done, total)
                 for name, profile in profiles.items():
                     with prompts.fork(profile) as session:
-                        run = forced(session, shown)
+                        run, true = _run(session, shown, profile, truth)
                         size = bytes_per_token(session, run)
                     runs[name].append(compare(dense.logprobs, run.logprobs, following))
-                    facts[name].append((run.covered, run.attended, size, run.seconds / tokens, _loss(run.logprobs, following)))
+                    facts[name].append((run.covered, run.attended, size, run.seconds / tokens, _loss(run.logprobs, following), true))
                     done = _told(report, done, total)
     return {
         "texts": list(texts), "contexts": list(contexts), "tokens": tokens,
         "dense": {"perplexity": math.exp(np.mean([loss for loss, _ in dense_facts])), "seconds_per_token": _mean(dense_facts, 1)},
         "profiles": {name: summary(runs[name]) | {
             "perplexity": math.exp(_mean(facts[name], 4)), "covered_estimated": _mean(facts[name], 0),
+            "covered_true": _mean(facts[name], 5),
             "attended_tokens": _mean(facts[name], 1), "bytes_read_per_token": _mean(facts[name], 2),
             "seconds_per_token": _mean(facts[name], 3),
         } for name in profiles},
     }
+
+
+def _run(session: Session, ids: Ids, profile: Profile, truth: Truth | None) -> tuple[Forced, float]:
+    """A run, and the share of the true attention that it read; NaN if nobody asked."""
+    if truth is None or profile.mode == "dense":
+        return forced(session, ids), 1.0 if profile.mode == "dense" else math.nan
+    first, stride = session.n_tokens, max(1, len(ids) // truth.queries)
+    with session.capture(len(ids) // stride, first=first, stride=stride) as queries:
+        run = forced(session, ids)
+    return run, truth.covered(session, queries, first, stride, profile)
 
 
 def _loss(logprobs: np.ndarray[Any, Any], following: np.ndarray[Any, Any]) -> float:

@@ -2,7 +2,9 @@
 """How much of the true attention each rule finds, per layer and head, beside an oracle with the same budget."""
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,8 @@ import numpy as np
 from ..calibration import Calibration
 from ..errors import InvalidError
 from ..model import Model
+from ..profile import Profile
+from ..session import Session
 from .estimates import RULES, Head, Query, Setting
 from .forced import Ids, check_length
 
@@ -43,7 +47,7 @@ def recall(
             share = info.n_heads // info.n_kv_heads
             heads = []
             for g in range(info.n_kv_heads):
-                basis = (calibration.basis_k[layer, g], calibration.basis_q[layer, g]) if calibration is not None else (None, None)
+                basis = _basis(calibration, layer, g)
                 head = Head(np.ascontiguousarray(keys[:, g]), np.ascontiguousarray(values[:, g]), scale, *basis)
                 heads.append(_head(head, captured[layer][:, g * share:(g + 1) * share], first, stride, rules, setting))
             layers.append({"layer": layer, "heads": heads, "mean": {rule: _mean([head[rule] for head in heads]) for rule in rules}})
@@ -53,6 +57,44 @@ def recall(
         "tokens": n, "queries": queries, "budget": setting.budget, "window": setting.window, "sink": setting.sink,
         "mean": {rule: _mean([layer["mean"][rule] for layer in layers]) for rule in rules}, "layers": layers,
     }
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What it takes to tell how much attention a run really read: of `queries` positions, as the rules in NumPy would choose."""
+
+    calibration: Calibration | None
+    scale: float
+    queries: int
+
+    def covered(self, session: Session, queries: np.ndarray[Any, Any], first: int, stride: int, profile: Profile) -> float:
+        """Mean share of the true attention, over layers, heads and positions first + k * stride; NaN for rules that are not in NumPy.
+
+        queries [layers, k, heads, d], captured while the session computed those positions.
+        """
+        info, own = session.model.info, profile.session_options()
+        selector = profile.selector if profile.selector != "auto" else "sketch" if session.model.calibrated else "minmax"
+        if selector not in RULES or profile.slice_size != 16 or (selector == "sketch" and self.calibration is None):
+            return math.nan
+        setting = Setting(profile.budget, own.get("sink_size", Setting.sink), own.get("window_size", Setting.window))
+        share, found = info.n_heads // info.n_kv_heads, []
+        for layer in range(info.n_layers):
+            keys = _whole_pages(session.keys(layer))
+            for g in range(info.n_kv_heads):
+                head = Head(keys[:, g], keys[:, g], self.scale, *_basis(self.calibration, layer, g))  # values do not matter for what is read
+                for row in range(len(queries[layer])):
+                    query = Query(head, queries[layer, row, g * share:(g + 1) * share], first + row * stride, setting)
+                    found.append(query.outcome(RULES[selector]).recall.mean() if query.selectable else 1.0)
+        return float(np.mean(found))
+
+
+def _basis(calibration: Calibration | None, layer: int, head: int) -> tuple[Any, Any]:
+    return (None, None) if calibration is None else (calibration.basis_k[layer, head], calibration.basis_q[layer, head])
+
+
+def _whole_pages(keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Keys of pages, the last one filled up: queries look at their own past alone."""
+    return np.concatenate([keys, np.repeat(keys[-1:], -len(keys) % 64, axis=0)])
 
 
 def _head(head: Head, queries: np.ndarray[Any, Any], first: int, stride: int, rules: Sequence[str], setting: Setting) -> dict[str, Any]:

@@ -272,8 +272,8 @@ static void attend_plain_units(const attend_job *job, const hsri_seq *seq, const
     }
     for (uint32_t i = 0; i < set->n; i++)
         visible[i] = n_units * HSRI_UNIT_TOKENS;
-    job->dev->kernels.attend[seq->kv_type](&(hsri_attend_args){ pages, (uint32_t)hsri_div_up(n_units, HSRI_PAGE_UNITS), d, job->scale, set->n,
-                                                                set->queries, visible, set->partials, scratch });
+    job->dev->kernels.attend[seq->kv_type](&(hsri_attend_args){ pages, (uint32_t)hsri_div_up(n_units, HSRI_PAGE_UNITS), d, job->scale,
+                                                                set->n, set->queries, visible, set->partials, scratch });
 }
 
 static void list_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch)
@@ -348,8 +348,8 @@ static void attend_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
     }
 }
 
-static attend_job job_of(hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
-                         hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
+static attend_job job_of(hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads,
+                         float scale, hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
 {
     uint64_t n = (uint64_t)batch->n_rows * n_heads;
 
@@ -397,8 +397,11 @@ static void cpu_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsri_
     attend_job       job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, 0, n_fixed, part);
     uint64_t         pairs = 0;
 
-    for (uint32_t row = 0; row < job.n_rows; row++)
-        pairs += hsri_min(job.rows[row].pos + 1ull, (uint64_t)(seq_of(&job, row)->sink_pages + seq_of(&job, row)->window_pages) * HSRI_PAGE_TOKENS);
+    for (uint32_t row = 0; row < job.n_rows; row++) {
+        const hsri_seq *seq = seq_of(&job, row);
+
+        pairs += hsri_min(job.rows[row].pos + 1ull, ((uint64_t)seq->sink_pages + seq->window_pages) * HSRI_PAGE_TOKENS);
+    }
     job.prompt_runs = runs;
     job.run_end = page_run_end;
     job.group = fixed_group;

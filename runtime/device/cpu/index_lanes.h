@@ -1,27 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels of the index that plain C says well enough: sums are 16 lanes side by side, which compilers turn into vectors of whatever
- * width the including file is built for. One order of additions, so every level has the same bits. */
+/* Kernels of the index that plain C says well enough (lanes.h). */
 #ifndef HSRI_CPU_INDEX_LANES_H
 #define HSRI_CPU_INDEX_LANES_H
 
-#include <math.h>
 #include <stdbool.h>
-#include <string.h>
 
 #include "device/cpu/kernels.h"
-#include "device/cpu/sparse_kernels.h"
-
-#define INLINE static inline __attribute__((always_inline))
-#define LANES 16u
-
-/* Lanes are added in halves. */
-INLINE float lanes_sum(float *acc)
-{
-    for (uint32_t half = LANES / 2; half > 0; half /= 2)
-        for (uint32_t i = 0; i < half; i++)
-            acc[i] += acc[i + half];
-    return acc[0];
-}
+#include "device/cpu/lanes.h"
 
 INLINE float load_float(const uint8_t *p)
 {
@@ -45,19 +30,6 @@ INLINE float dot_int8(const float *q, const int8_t *codes, uint32_t d)
     return lanes_sum(acc);
 }
 
-INLINE float dot_float(const float *a, const float *b, uint32_t d)
-{
-    float    acc[LANES] = { 0 };
-    uint32_t j = 0;
-
-    for (; j + LANES <= d; j += LANES)
-        for (uint32_t i = 0; i < LANES; i++)
-            acc[i] += a[j + i] * b[j + i];
-    for (uint32_t i = 0; j + i < d; i++)
-        acc[i] += a[j + i] * b[j + i];
-    return lanes_sum(acc);
-}
-
 /* The product of one head with the mean key of a page. */
 INLINE float dot_mean(const hsri_score_args *a, const hsri_index_layout *at, const float *q, const uint8_t *entry)
 {
@@ -66,9 +38,6 @@ INLINE float dot_mean(const hsri_score_args *a, const hsri_index_layout *at, con
 
     return about + load_float(entry) * dot_int8(q, (const int8_t *)entry + at->mean_k, d);
 }
-
-/* A sum of exponentials as a mass: NaN is nothing, infinity the most. */
-INLINE float as_mass(float sum) { return sum > 0.0f ? (sum < HSRI_MASS_MAX ? sum : HSRI_MASS_MAX) : 0.0f; }
 
 /* All tokens of a unit at the same logit. */
 INLINE float even_mass(float logit, float reference) { return as_mass((float)HSRI_UNIT_TOKENS * expf(logit - reference)); }
@@ -85,7 +54,8 @@ static void score_mean(const hsri_score_args *a)
 
     for (uint32_t h = 0; h < a->n_heads; h++)
         for (uint32_t p = 0; p < a->n_pages; p++)
-            store_page_mass(a, h, p, even_mass(a->scale * dot_mean(a, &at, a->queries + h * a->shape->head_dim, a->entries[p]), a->reference[h]));
+            store_page_mass(a, h, p, even_mass(a->scale * dot_mean(a, &at, a->queries + h * a->shape->head_dim, a->entries[p]),
+                                               a->reference[h]));
 }
 
 /* A quarter of the variance of the page's logits, not the half that a normal distribution would have: the half overshoots. */
@@ -136,7 +106,8 @@ static void score_minmax(const hsri_score_args *a)
             const uint8_t *entry = a->entries[u / HSRI_PAGE_UNITS];
             const int8_t  *low = (const int8_t *)entry + at.codes + u % HSRI_PAGE_UNITS * 2 * d;
 
-            a->mass[h * a->mass_stride + u] = even_mass(a->scale * load_float(entry + at.scales) * dot_bounds(q, low, low + d, d), a->reference[h]);
+            a->mass[h * a->mass_stride + u] = even_mass(a->scale * load_float(entry + at.scales) * dot_bounds(q, low, low + d, d),
+                                                        a->reference[h]);
         }
     }
 }
@@ -224,7 +195,9 @@ static void add_means(const uint8_t *const *entries, uint32_t n_pages, const hsr
             const int8_t *codes = (const int8_t *)entries[p] + at.mean_v;
             float         scaled = weights[p] * load_float(entries[p] + sizeof(float));
 
-            for (uint32_t j = 0; j < d && weights[p] > 0.0f; j++)
+            if (weights[p] == 0.0f)
+                continue;
+            for (uint32_t j = 0; j < d; j++)
                 o[1 + j] += scaled * (float)codes[j];
         }
     }

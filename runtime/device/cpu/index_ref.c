@@ -218,7 +218,8 @@ static void put_variances(const hsri_index_shape *shape, const float *k, const f
         entry[at.codes + j] = (uint8_t)round_code(variance[j] / scale, 0, 255);
 }
 
-static void encode(const hsri_index_shape *shape, const hsri_calibration_record *calibration, const float *k, const float *v, uint8_t *entry,
+static void encode(const hsri_index_shape *shape, const hsri_calibration_record *calibration, const float *k, const float *v,
+                   uint8_t *entry,
                    float *scratch)
 {
     hsri_index_layout at = hsri_index_layout_of(shape);

@@ -283,6 +283,10 @@ typedef struct prepare_job {
     float       *prepared;
     uint64_t     stride;
     uint32_t     k;
+    /* norm_linear: rows are normalised before */
+    const hsri_cpu_device *dev;
+    const float *gain;
+    float        eps;
 } prepare_job;
 
 /* An item is a row. */
@@ -290,8 +294,16 @@ static void prepare_run(const void *arg, uint64_t first, uint64_t end, uint32_t 
 {
     const prepare_job *job = arg;
 
-    (void)worker;
-    job->kernel(job->in + first * job->k, job->k, (uint32_t)(end - first), job->k, job->prepared + first * job->stride);
+    if (!job->gain) {
+        job->kernel(job->in + first * job->k, job->k, (uint32_t)(end - first), job->k, job->prepared + first * job->stride);
+        return;
+    }
+    for (uint64_t i = first; i < end; i++) {
+        float *row = hsri_cpu_scratch(job->dev, worker);
+
+        job->dev->kernels.rms_norm(job->in + i * job->k, job->gain, job->eps, job->k, row);
+        job->kernel(row, job->k, 1, job->k, job->prepared + i * job->stride);
+    }
 }
 
 /* An item is a run of panels times a block of rows; items of the same panels are neighbours. */
@@ -337,11 +349,12 @@ static void linear_all(hsri_cpu_device *dev, linear_job *job, hsri_dtype dtype, 
     hsri_cpu_run_items(dev, hsri_div_up(job->n_panels, job->item_panels) * job->n_row_blocks, cost, linear_run, job);
 }
 
-/* A level that prepares inputs does so once for all panels, for as many rows at a time as there is room for. */
-static void linear_prepared(hsri_cpu_device *dev, linear_job job, hsri_dtype dtype)
+/* A level that prepares inputs does so once for all panels, for as many rows at a time as there is room for. gain: of norm_linear. */
+static void linear_prepared(hsri_cpu_device *dev, linear_job job, hsri_dtype dtype, const float *gain, float eps)
 {
     uint64_t    stride = hsri_prepared_stride(job.w.k), room = HSRI_CPU_PREPARED_BYTES / (stride * sizeof(float));
-    prepare_job prepare = { dev->kernels.prepare[dtype], job.in, hsri_cpu_at(dev, (hsri_ref){ .buf = dev->prepared }, 0), stride, job.w.k };
+    prepare_job prepare = { dev->kernels.prepare[dtype], job.in, hsri_cpu_at(dev, (hsri_ref){ .buf = dev->prepared }, 0), stride, job.w.k,
+                            dev, gain, eps };
     uint32_t    n_rows = job.n_rows;
 
     assert(room > 0);
@@ -356,20 +369,40 @@ static void linear_prepared(hsri_cpu_device *dev, linear_job job, hsri_dtype dty
     }
 }
 
+static linear_job linear_of(hsri_cpu_device *dev, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref out)
+{
+    return (linear_job){ .kernel = dev->kernels.linear[w->dtype], .w = packed_of(dev, w), .bias = hsri_cpu_floats(dev, bias, w->n),
+                         .in = hsri_cpu_floats(dev, in, (uint64_t)n_rows * w->k), .in_stride = w->k,
+                         .out = hsri_cpu_floats(dev, out, (uint64_t)n_rows * w->n),
+                         .n_rows = n_rows, .n_panels = (uint32_t)hsri_div_up(w->n, HSRI_PANEL) };
+}
+
 static void cpu_linear(hsri_queue *q, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref out)
 {
     hsri_cpu_device *dev = cpu_of(q);
-    linear_job       job = { .kernel = dev->kernels.linear[w->dtype], .w = packed_of(dev, w), .bias = hsri_cpu_floats(dev, bias, w->n),
-                             .in = hsri_cpu_floats(dev, in, (uint64_t)n_rows * w->k), .in_stride = w->k,
-                             .out = hsri_cpu_floats(dev, out, (uint64_t)n_rows * w->n),
-                             .n_rows = n_rows, .n_panels = (uint32_t)hsri_div_up(w->n, HSRI_PANEL) };
+    linear_job       job = linear_of(dev, w, bias, in, n_rows, out);
 
     if (n_rows == 0)
         return;
     if (dev->kernels.prepare[w->dtype])
-        linear_prepared(dev, job, w->dtype);
+        linear_prepared(dev, job, w->dtype, NULL, 0.0f);
     else
         linear_all(dev, &job, w->dtype, MACS_PER_NS);
+}
+
+/* Where inputs are prepared, normalised rows are prepared at once and go nowhere else. */
+static void cpu_norm_linear(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, uint32_t n_rows,
+                            hsri_ref scratch, hsri_ref out)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+
+    if (!dev->kernels.prepare[w->dtype]) {
+        cpu_rms_norm(q, in, gain, eps, n_rows, w->k, scratch);
+        cpu_linear(q, w, bias, scratch, n_rows, out);
+    } else if (n_rows > 0) {
+        assert(w->k <= HSRI_ATTEND_SCRATCH);
+        linear_prepared(dev, linear_of(dev, w, bias, in, n_rows, out), w->dtype, hsri_cpu_floats(dev, gain, w->k), eps);
+    }
 }
 
 /* ---- rope and append ---- */
@@ -531,6 +564,7 @@ void hsri_cpu_ops_fill(hsri_ops *ops)
     ops->rope_table = cpu_rope_table;
     ops->rms_norm = cpu_rms_norm;
     ops->linear = cpu_linear;
+    ops->norm_linear = cpu_norm_linear;
     ops->add = cpu_add;
     ops->silu_mul = cpu_silu_mul;
     ops->rope_append = cpu_rope_append;

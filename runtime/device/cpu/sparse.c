@@ -24,7 +24,8 @@
 #define SPAN_PAGES (SPAN_CHUNKS * HSRI_SCORE_PAGES)
 #define CHUNK_UNITS (HSRI_SCORE_PAGES * HSRI_PAGE_UNITS)
 
-/* Masses at their limit say that the head's reference is too low for this chunk. It is raised by less than the range of masses, so that what
+/* Masses at their limit say that the head's reference is too low for this chunk. It is raised by less than the range of masses, so that
+ * what
  * was at the limit stays in sight; after so many times, logits are no numbers to attend by. */
 #define RAISE 64.0f
 #define MAX_RAISES 128u
@@ -67,7 +68,8 @@ static void cpu_rotate(hsri_queue *q, const hsri_kv_view *kv, uint32_t layer, ui
 {
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     uint64_t         n = (uint64_t)n_rows * n_heads;
-    rotate_job       job = { dev, kv, hsri_cpu_floats(dev, queries, n * kv->head_dim), hsri_cpu_floats(dev, rotated, n * kv->head_dim), layer,
+    rotate_job       job = { dev, kv, hsri_cpu_floats(dev, queries, n * kv->head_dim), hsri_cpu_floats(dev, rotated, n * kv->head_dim),
+                             layer,
                              n_heads };
 
     assert(kv->calibration.buf != 0);
@@ -81,11 +83,10 @@ void hsri_cpu_index_page(const hsri_cpu_device *dev, const hsri_kv_view *kv, con
 {
     const hsri_index_shape *shape = &seal->index_shape;
     hsri_calibration_record calibration = hsri_cpu_calibration(dev, kv, seal->layer, seal->head);
-    uint8_t                *pool = hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0);
+    uint8_t                *slab = slab_at(hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0), seal->slab);
 
     assert(shape->kind != HSRI_INDEX_SKETCH || calibration.a);
-    dev->kernels.sparse.encode(shape, &calibration, k, v, slab_at(pool, seal->slab) + (uint64_t)(seal->page % shape->per_slab) * shape->entry_bytes,
-                               scratch);
+    dev->kernels.sparse.encode(shape, &calibration, k, v, slab + (uint64_t)(seal->page % shape->per_slab) * shape->entry_bytes, scratch);
 }
 
 /* ---- what a batch of picks works with ---- */
@@ -126,7 +127,8 @@ typedef struct select_job {
 
 static uint64_t scratch_floats(uint64_t n_votes, uint64_t n_heads, uint64_t n_kv_heads, uint64_t head_dim, uint64_t n_pages)
 {
-    uint64_t n_units = n_pages * HSRI_PAGE_UNITS, n_chunks = hsri_div_up(n_pages, HSRI_SCORE_PAGES), n_spans = hsri_div_up(n_pages, SPAN_PAGES);
+    uint64_t n_units = n_pages * HSRI_PAGE_UNITS, n_chunks = hsri_div_up(n_pages, HSRI_SCORE_PAGES), n_spans = hsri_div_up(n_pages,
+                                                                                                                           SPAN_PAGES);
 
     return n_votes * (n_heads * (n_units + 2 * n_chunks + n_spans * (1 + head_dim)) + n_kv_heads * (2 * n_units + hsri_div_up(n_pages, 4)));
 }
@@ -184,7 +186,8 @@ static float reference_of(const select_job *job, uint32_t row, uint32_t head)
 static const uint8_t *entry_at(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page)
 {
     const uint32_t *slabs = hsri_cpu_at(job->dev, seq->index, 0);
-    uint32_t        slab = slabs[((uint64_t)(page / seq->index_shape.per_slab) * job->kv->n_layers + job->layer) * job->kv->n_kv_heads + kv_head];
+    uint64_t        row = (uint64_t)(page / seq->index_shape.per_slab) * job->kv->n_layers + job->layer;
+    uint32_t        slab = slabs[row * job->kv->n_kv_heads + kv_head];
 
     return slab_at(hsri_cpu_at(job->dev, (hsri_ref){ .buf = job->kv->pool_buf }, 0), slab) +
            (uint64_t)(page % seq->index_shape.per_slab) * seq->index_shape.entry_bytes;
@@ -246,7 +249,8 @@ static void score_heads(const select_job *job, const chunk *c, const hsri_score_
         score_of(&job->dev->kernels.sparse, selector)(a);
 }
 
-/* Score one head again, and again, until its masses are within their range; returns by how much the reference was raised. *sum: of the masses. */
+/* Score one head again, and again, until its masses are within their range; returns by how much the reference was raised. *sum: of the
+ * masses. */
 static float score_raised(const select_job *job, const chunk *c, hsri_score_args a, uint32_t head, float *sum)
 {
     const uint64_t n = (uint64_t)c->n_pages * HSRI_PAGE_UNITS;
@@ -310,7 +314,8 @@ static uint64_t all_items(const select_job *job, uint64_t (*per_pick)(const sele
     return n;
 }
 
-static uint64_t score_items(const select_job *job, const pick_state *p) { return p->scored ? (uint64_t)job->kv->n_kv_heads * p->n_chunks : 0; }
+static uint64_t score_items(const select_job *job,
+                            const pick_state *p) { return p->scored ? (uint64_t)job->kv->n_kv_heads * p->n_chunks : 0; }
 
 static void score_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
@@ -333,7 +338,8 @@ static void score_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
 
 /* ---- choose ---- */
 
-/* How the masses of one head of a vote compare: those of chunk i times exp(raised[i] - top) are in one measure, in which all of them and the
+/* How the masses of one head of a vote compare: those of chunk i times exp(raised[i] - top) are in one measure, in which all of them and
+ * the
  * exact mass are `all` together. A head that is not a number has all = NaN. */
 typedef struct measure {
     const float *mass, *sums, *raised;
@@ -356,7 +362,8 @@ static float highest(const float *raised, uint32_t n)
 static measure measure_of(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
 {
     uint64_t at = chunk_at(job, p, vote, head);
-    measure  m = { job->mass + mass_at(job, p, vote, head), job->sums + at, job->raised + at, highest(job->raised + at, p->n_chunks), 0.0, 0.0 };
+    measure  m = { job->mass + mass_at(job, p, vote, head), job->sums + at, job->raised + at, highest(job->raised + at, p->n_chunks), 0.0,
+                   0.0 };
 
     m.exact = isnan(reference_of(job, row_of_vote(p, vote), head)) ? (double)NAN : exp(-(double)m.top);
     m.all = m.exact;
@@ -622,7 +629,8 @@ static void weigh_span(const select_job *job, const pick_state *p, uint32_t kv_h
     float          tops[HSRI_ATTEND_MAX_QUERIES], factors[HSRI_ATTEND_MAX_QUERIES];
 
     for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
-        uint32_t n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0), last = (uint32_t)hsri_min((span + 1) * SPAN_CHUNKS, p->n_chunks);
+        uint32_t n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES,
+                                              job->heads_per_kv - h0), last = (uint32_t)hsri_min((span + 1) * SPAN_CHUNKS, p->n_chunks);
 
         memset(means_at(job, p, head + h0, span), 0, (uint64_t)n_heads * (1 + d) * sizeof(float));
         for (uint32_t h = 0; h < n_heads; h++)
@@ -634,7 +642,8 @@ static void weigh_span(const select_job *job, const pick_state *p, uint32_t kv_h
             for (uint32_t h = 0; h < n_heads; h++)
                 factors[h] = factor_of(job->raised[chunk_at(job, p, 0, head + h0 + h) + i], tops[h]);
             job->dev->kernels.sparse.add_means(entries, n, &p->seq->index_shape, n_heads,
-                                               job->mass + mass_at(job, p, 0, head + h0) + (uint64_t)i * CHUNK_UNITS, job->max_units, factors,
+                                               job->mass + mass_at(job, p, 0,
+                                                                   head + h0) + (uint64_t)i * CHUNK_UNITS, job->max_units, factors,
                                                means_at(job, p, head + h0, span));
         }
     }
@@ -707,7 +716,8 @@ static void clear_rows(const select_job *job, const pick_state *p)
     }
 }
 
-static pick_state describe_pick(const select_job *job, const hsri_seq *seqs, const hsri_sparse *settings, const hsri_pick *picks, uint32_t i)
+static pick_state describe_pick(const select_job *job, const hsri_seq *seqs, const hsri_sparse *settings, const hsri_pick *picks,
+                                uint32_t i)
 {
     uint32_t   seq = job->rows[picks[i].row].seq, page = job->rows[picks[i].row].pos / HSRI_PAGE_TOKENS;
     pick_state p = { .seq = &seqs[seq], .settings = &settings[seq], .pick = i, .row = picks[i].row, .n_rows = picks[i].n_rows,
@@ -752,10 +762,13 @@ static void cpu_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
     const hsri_seq    *seqs = hsri_cpu_at(dev, batch->seqs, batch->n_seqs * sizeof *seqs);
     const hsri_sparse *settings = hsri_cpu_at(dev, sparse, batch->n_seqs * sizeof *settings);
     const hsri_pick   *all = hsri_cpu_at(dev, picks, lists->n_picks * sizeof *all);
-    select_job         job = { .dev = dev, .rows = hsri_cpu_at(dev, batch->rows, batch->n_rows * sizeof(hsri_row)), .kv = kv, .layer = layer,
+    select_job         job = { .dev = dev, .rows = hsri_cpu_at(dev, batch->rows, batch->n_rows * sizeof(hsri_row)), .kv = kv,
+                               .layer = layer,
                                .queries = hsri_cpu_floats(dev, queries, n * kv->head_dim),
-                               .rotated = hsri_cpu_floats(dev, rotated, n * kv->head_dim), .acc = hsri_cpu_floats(dev, acc, n * (2 + kv->head_dim)),
-                               .units = hsri_cpu_at(dev, lists->units, (uint64_t)lists->n_picks * kv->n_kv_heads * lists->stride * sizeof(uint32_t)),
+                               .rotated = hsri_cpu_floats(dev, rotated, n * kv->head_dim), .acc = hsri_cpu_floats(dev, acc,
+                                                                                                                  n * (2 + kv->head_dim)),
+                               .units = hsri_cpu_at(dev, lists->units,
+                                                    (uint64_t)lists->n_picks * kv->n_kv_heads * lists->stride * sizeof(uint32_t)),
                                .counts = hsri_cpu_at(dev, lists->counts, (uint64_t)lists->n_picks * kv->n_kv_heads * sizeof(uint32_t)),
                                .virtual_part = hsri_cpu_floats(dev, lists->virtual_part, n * (2 + kv->head_dim)),
                                .covered = hsri_cpu_floats(dev, lists->covered, n),
@@ -775,7 +788,8 @@ static void cpu_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
             job.picks[job.n_picks++] = p;
             clear_rows(&job, &p);
         }
-        place_scratch(&job, hsri_cpu_at(dev, scratch, scratch_floats(n_votes, n_heads, kv->n_kv_heads, kv->head_dim, max_pages) * sizeof(float)),
+        place_scratch(&job, hsri_cpu_at(dev, scratch, scratch_floats(n_votes, n_heads, kv->n_kv_heads, kv->head_dim,
+                                                                     max_pages) * sizeof(float)),
                       n_votes, max_pages);
         run_batch(dev, &job);
     }

@@ -64,7 +64,8 @@ static inline uint32_t hsri_sketch_token(uint32_t line, uint32_t lane)
 
 typedef struct hsri_sparse_kernels {
     /* entry of a page of keys k[64][d] and values v[64][d]; the sketch needs the calibration. Every level has the same bits. */
-    void (*encode)(const hsri_index_shape *shape, const hsri_calibration_record *calibration, const float *k, const float *v, uint8_t *entry,
+    void (*encode)(const hsri_index_shape *shape, const hsri_calibration_record *calibration, const float *k, const float *v,
+                   uint8_t *entry,
                    float *scratch /* hsri_index_scratch floats */);
     /* masses of the units of some pages, by what the entry says */
     hsri_score_fn score_sketch, score_minmax, score_gaussian, score_mean;
@@ -77,7 +78,8 @@ typedef struct hsri_sparse_kernels {
     /* out[i] += weight x[i] */
     void (*add_scaled)(float *out, float weight, const float *x, uint64_t n);
     /* Of each head, with the mass of a page's units as its weight: out[head][0] += factors[head] sum of the weights, out[head][1 + j] +=
-     * factors[head] sum of weight times component j of the mean value, as its code says. Pages of weight 0 are passed over. Rows of `mass` are
+     * factors[head] sum of weight times component j of the mean value, as its code says. Pages of weight 0 are passed over. Rows of `mass`
+     * are
      * mass_stride floats apart; n_pages is at most HSRI_SCORE_PAGES. */
     void (*add_means)(const uint8_t *const *entries, uint32_t n_pages, const hsri_index_shape *shape, uint32_t n_heads, const float *mass,
                       uint64_t mass_stride, const float *factors, float *out);

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "device/cpu/sparse_select.h"
 
-/* Floats that are not negative order like their bits, which are looked at in three parts, the highest first: each pass counts the values by one
+/* Floats that are not negative order like their bits, which are looked at in three parts, the highest first: each pass counts the values
+ * by one
  * part and keeps those whose part is that of the value sought. */
 #define PASSES 3u
 #define BINS 2048u

@@ -340,9 +340,10 @@ HSR_API hsr_status hsr_profile_register(hsr_engine *engine, const hsr_profile *p
 /* What the session keeps about every sealed page, for selectors to scan. */
 #define HSR_INDEX_AUTO     0 /* what the session's profile needs; nothing for a dense one */
 #define HSR_INDEX_NONE     1
-#define HSR_INDEX_SKETCH   2 /* selectors sketch, cluster, mean, classic; needs a calibration */
+#define HSR_INDEX_SKETCH   2 /* selectors sketch, mean, classic, and cluster, which then looks at all sketches; needs a calibration */
 #define HSR_INDEX_MINMAX   3 /* selectors minmax, mean, classic */
 #define HSR_INDEX_GAUSSIAN 4 /* selectors gaussian, mean, classic */
+#define HSR_INDEX_CLUSTER  5 /* as sketch, and clusters of the tokens of each 8192: what selector cluster is for */
 
 typedef struct hsr_session_opts {
     uint32_t struct_size;

@@ -239,7 +239,8 @@ INLINE __m512i six_bits(__m512i high, const uint8_t *lows)
 static void unpack_compact_keys(const uint8_t *slot, uint32_t d, uint32_t unit, uint8_t *tiles)
 {
     const __m512i table = _mm512_load_si512(nibble_numbers);
-    const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12,
+                                           11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     const uint8_t *nibbles = hsri_key_nibbles(slot, d, unit), *pairs = hsri_key_pairs(slot, d, unit), *lows = hsri_key_lows(slot, d, unit);
     const uint32_t n6 = hsri_n6(d);
     for (uint32_t j = 0; j < d / 2; j += 8) {
@@ -309,7 +310,8 @@ static void unpack_int8_values(const uint8_t *slot, uint32_t d, uint32_t unit, u
     const uint8_t *values = hsri_int8_values(slot, d) + unit * HSRI_UNIT_TOKENS * d;
     for (uint32_t t = 0; t < HSRI_UNIT_TOKENS; t += 2) {
         for (uint32_t j = 0; j < d; j += 16) {
-            __m128i even = _mm_maskz_loadu_epi8(lanes(d - j), values + t * d + j), odd = _mm_maskz_loadu_epi8(lanes(d - j), values + (t + 1) * d + j);
+            __m128i even = _mm_maskz_loadu_epi8(lanes(d - j), values + t * d + j);
+            __m128i odd = _mm_maskz_loadu_epi8(lanes(d - j), values + (t + 1) * d + j);
             _mm512_store_si512(tiles + j / 16 * TILE_BYTES + t / 2 * 64, int8_row(even, odd));
         }
     }
@@ -434,7 +436,8 @@ static void softmax(const work *w, uint32_t query, float *max, float *sum)
             uint16_t *weights = (uint16_t *)(w->weights + (step + i / 2) * w->unit_stride + query * 16) + i % 2 * 16;
             __m256i rounded = _mm256_setzero_si256();
             if (i < run.n) {
-                rounded = (__m256i)_mm512_cvtneps_pbh(exp2_near(_mm512_fmsub_ps(_mm512_loadu_ps(scores + (u + i) * w->unit_stride), slope, top)));
+                __m512 score = _mm512_loadu_ps(scores + (u + i) * w->unit_stride);
+                rounded = (__m256i)_mm512_cvtneps_pbh(exp2_near(_mm512_fmsub_ps(score, slope, top)));
                 total = _mm512_add_ps(total, from_bf16(rounded));
             }
             _mm256_storeu_si256((__m256i *)weights, rounded);
@@ -464,7 +467,8 @@ static void add_product(const work *w, const product *x)
         for (uint32_t s = 0; s < x->strips; s++) {
             __mmask16 m = lanes(w->a->head_dim - x->j - s * 16);
             __m512 v = _mm512_fmadd_ps(_mm512_loadu_ps(x->page->mean + x->j + s * 16), sum, _mm512_maskz_loadu_ps(m, o + s * 16));
-            v = _mm512_fmadd_ps(_mm512_loadu_ps(x->page->scale + x->j + s * 16), _mm512_load_ps(x->values + s * (TILE_BYTES / 4) + r * 16), v);
+            __m512 values = _mm512_load_ps(x->values + s * (TILE_BYTES / 4) + r * 16);
+            v = _mm512_fmadd_ps(_mm512_loadu_ps(x->page->scale + x->j + s * 16), values, v);
             _mm512_mask_storeu_ps(o + s * 16, m, v);
         }
     }

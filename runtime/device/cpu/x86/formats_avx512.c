@@ -45,7 +45,11 @@ static inline ivec ivec_sll(ivec v, uint32_t n) { return _mm512_sll_epi32(v, _mm
 static inline vec vec_from_int(ivec v) { return _mm512_cvtepi32_ps(v); }
 
 static inline vec vec_int8(const uint8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p))); }
-static inline vec vec_int8_n(const uint8_t *p, uint32_t n) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes(n), p))); }
+
+static inline vec vec_int8_n(const uint8_t *p, uint32_t n)
+{
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes(n), p)));
+}
 
 /* What scale bytes stand for. */
 static inline vec vec_scale_bytes(const uint8_t *p)
@@ -83,7 +87,8 @@ INLINE vec vec_nibble(ivec v, uint32_t i)
 
 INLINE vec vec_nibble_about_0(ivec v, uint32_t i)
 {
-    const __m512 numbers = _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -0.5f, 0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f);
+    const __m512 numbers = _mm512_setr_ps(-7.5f, -6.5f, -5.5f, -4.5f, -3.5f, -2.5f, -1.5f, -0.5f,
+                                          0.5f, 1.5f, 2.5f, 3.5f, 4.5f, 5.5f, 6.5f, 7.5f);
     return _mm512_permutexvar_ps(to_bit_0(v, hsri_nibble_shift(i)), numbers);
 }
 

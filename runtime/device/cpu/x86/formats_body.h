@@ -140,7 +140,8 @@ INLINE void unpack_keys(hsri_kv_type format, const uint8_t *slot, uint32_t d, ui
 }
 
 /* Queries times scales, and what the page's mean key adds to all scores: rows of a tile. */
-INLINE void scale_queries(hsri_kv_type format, uint32_t rows, const hsri_units_args *a, uint32_t query, const work *w, float constant[TILE_ROWS])
+INLINE void scale_queries(hsri_kv_type format, uint32_t rows, const hsri_units_args *a, uint32_t query, const work *w,
+                         float constant[TILE_ROWS])
 {
     const uint32_t d = a->head_dim;
     UNROLL
@@ -157,8 +158,8 @@ INLINE void scale_queries(hsri_kv_type format, uint32_t rows, const hsri_units_a
 }
 
 /* Scores of a tile of rows and `units` neighbouring units: an even and an odd chain over the components. */
-INLINE void score_tile(uint32_t rows, uint32_t units, const hsri_units_args *a, uint32_t query, uint32_t unit, const float *codes, const work *w,
-                       const float constant[TILE_ROWS])
+INLINE void score_tile(uint32_t rows, uint32_t units, const hsri_units_args *a, uint32_t query, uint32_t unit, const float *codes,
+                       const work *w, const float constant[TILE_ROWS])
 {
     const uint32_t d = a->head_dim, vecs = units * UNIT_VECS;
     vec chains[2][TILE_ROWS][2 * UNIT_VECS];
@@ -310,8 +311,8 @@ INLINE void unpack_values(hsri_kv_type format, const uint8_t *slot, uint32_t d, 
 }
 
 /* o += scale * (sum over tokens of p code) + mean * (sum of p), `strips` vectors of components from j on. */
-INLINE void value_strips(uint32_t rows, uint32_t strips, const hsri_units_args *a, uint32_t query, const page_run *run, const work *w, uint32_t j,
-                         const float weight[TILE_ROWS])
+INLINE void value_strips(uint32_t rows, uint32_t strips, const hsri_units_args *a, uint32_t query, const page_run *run, const work *w,
+                         uint32_t j, const float weight[TILE_ROWS])
 {
     vec acc[TILE_ROWS][TILE_STRIPS];
     const float *p[TILE_ROWS];

@@ -19,7 +19,8 @@
 /* 32-component blocks of weights. */
 #define MAX_BLOCKS (HSRI_ATTEND_MAX_HEAD_DIM / 32u)
 
-/* The sketch's components as the kernel sees them: blocks of 32 with scales, weights and products. Quad i of a block is components 4i .. 4i+3. */
+/* The sketch's components as the kernel sees them: blocks of 32 with scales, weights and products. Quad i of a block is components 4i ..
+ * 4i+3. */
 typedef struct sketch_shape {
     uint32_t d, n, n_blocks, n_means;      /* n_means: 32-component blocks of a mean key */
     uint32_t quads_4bit, quads_2bit;
@@ -28,7 +29,8 @@ typedef struct sketch_shape {
 
 /* The heads of a pass. */
 typedef struct sketch_heads {
-    __m512i weights[HEADS][MAX_BLOCKS];    /* int16: the weight of a code at the largest scale of the call, 127 * 128 for the largest of all */
+    /* int16: the weight of a code at the largest scale of the call, 127 * 128 for the largest of all */
+    __m512i weights[HEADS][MAX_BLOCKS];
     __m512i query[HEADS][MAX_BLOCKS];      /* int16, for mean keys */
     float   step[HEADS];                   /* log2 of a mass for a weight of 1 */
     float   query_step[HEADS];
@@ -108,7 +110,8 @@ static void prepare_head(const sketch_shape *s, const hsri_score_args *a, uint32
     float        factor = a->scale * LOG2E;
 
     /* A step is that of a byte: words have seven bits more. */
-    heads->step[i] = words_of(a->rotated + (uint64_t)h * s->d, most, factor, s->n, s->n_blocks, 127.0f * 128.0f, heads->weights[i]) * 128.0f;
+    heads->step[i] = words_of(a->rotated + (uint64_t)h * s->d, most, factor, s->n, s->n_blocks, 127.0f * 128.0f,
+                              heads->weights[i]) * 128.0f;
     heads->query_step[i] = words_of(q, NULL, factor, s->d, s->n_means, 32767.0f, heads->query[i]);
     heads->base[i] = (a->mean_k ? factor * dot_float(q, a->mean_k, s->d) : 0.0f) - a->reference[h] * LOG2E;
 }
@@ -166,7 +169,8 @@ static inline void page_shares(const sketch_shape *s, const uint8_t *entry, cons
 }
 
 /* Bytes of the weights of four heads, and twice the sum of weights times the middle of their codes. */
-static inline __m128i page_weights(const sketch_shape *s, const sketch_heads *heads, const __m512i *shares, const __m512i *middles, uint32_t h0,
+static inline __m128i page_weights(const sketch_shape *s, const sketch_heads *heads, const __m512i *shares, const __m512i *middles,
+                                   uint32_t h0,
                                    page_work *work)
 {
     __m512i offsets[4] = { _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512(), _mm512_setzero_si512() };
@@ -364,7 +368,8 @@ INLINE void mean_block(const uint8_t *const *codes, uint32_t n_pages, uint32_t n
             _mm512_mask_storeu_ps(out + h * out_stride + 16 * i, first16(left_of(left, 16 * i)), sums[h][i]);
 }
 
-static void mean_heads(const uint8_t *const *codes, uint32_t n_pages, uint32_t n, uint32_t d, float (*weights)[HSRI_SCORE_PAGES], float *out)
+static void mean_heads(const uint8_t *const *codes, uint32_t n_pages, uint32_t n, uint32_t d, float (*weights)[HSRI_SCORE_PAGES],
+                       float *out)
 {
     for (uint32_t j = 0; j < d; j += 16 * MEAN_LINES) {
         const uint8_t *at[HSRI_SCORE_PAGES];
@@ -380,7 +385,8 @@ static void mean_heads(const uint8_t *const *codes, uint32_t n_pages, uint32_t n
     }
 }
 
-static void add_means_512(const uint8_t *const *entries, uint32_t n_pages, const hsri_index_shape *shape, uint32_t n_heads, const float *mass,
+static void add_means_512(const uint8_t *const *entries, uint32_t n_pages, const hsri_index_shape *shape, uint32_t n_heads,
+                          const float *mass,
                           uint64_t mass_stride, const float *factors, float *out)
 {
     hsri_index_layout at = hsri_index_layout_of(shape);

@@ -1,0 +1,353 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The operation `cluster`: what a record says against the index entries, in double precision; and the same bytes at every level, from every
+ * number of threads. The scoring kernels against the record. `--bench` prints speeds instead. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/array.h"
+#include "base/clock.h"
+#include "base/cpu.h"
+#include "check.h"
+#include "device/cpu/backend.h"
+#include "index_oracle.h"
+
+#define LAYERS 2u
+#define KV_HEADS 2u
+#define LISTS (LAYERS * KV_HEADS)
+#define SINK 3u
+#define SEGMENTS 2u
+#define PAGES (SINK + SEGMENTS * HSRI_SEGMENT_PAGES)
+
+typedef struct world {
+    hsri_index_shape shape;
+    uint32_t  d, n_slabs;
+    uint8_t  *pool;                   /* slabs, then records */
+    uint64_t  pool_bytes;
+    uint32_t *slabs, records[SEGMENTS * LISTS];
+    float    *calibration;
+} world;
+
+static uint8_t *slot_of(const world *w, uint32_t entry, uint32_t bytes)
+{
+    return w->pool + (uint64_t)(entry >> 8) * HSRI_BLOCK_BYTES + (uint64_t)(entry & 255) * bytes;
+}
+
+static uint8_t *entry_of(const world *w, uint32_t list, uint32_t page)
+{
+    return slot_of(w, w->slabs[page / w->shape.per_slab * LISTS + list], HSRI_SLAB_BYTES) + page % w->shape.per_slab * w->shape.entry_bytes;
+}
+
+/* Pages whose keys are near one of a few places, so that there is something to find. */
+static void fill_page(const world *w, const hsri_kernels *kernels, uint32_t list, uint32_t page, float *k, float *scratch)
+{
+    uint32_t                d = w->d;
+    hsri_calibration_record record = hsri_calibration_at(w->calibration, 1, list, 0, d);
+
+    fill_noise(k, 64ull * d, 100000ull + page * LISTS + list, 0.3f);
+    for (uint32_t t = 0; t < 64; t++) {
+        uint64_t place = (uint64_t)(300 * hsri_rng_unit(5 + list, page * 64 + t));
+
+        for (uint32_t j = 0; j < d; j++)
+            k[t * d + j] += 2 * noise(9000 + place, j);
+    }
+    if (page == SINK + 7)
+        k[5] = NAN;
+    kernels->sparse.encode(&w->shape, &record, k, k, entry_of(w, list, page), scratch);
+}
+
+static world *world_new(uint32_t d, uint32_t n_4bit, uint32_t n_2bit)
+{
+    world       *w = calloc(1, sizeof *w);
+    hsri_kernels kernels;
+    float       *k = malloc(64 * d * sizeof *k), *scratch = malloc(hsri_index_scratch(d) * sizeof *scratch);
+    uint32_t     blocks, per_block;
+
+    hsri_kernels_fill(&kernels, HSR_ISA_REFERENCE);
+    w->shape = (hsri_index_shape){ .kind = HSRI_INDEX_SKETCH, .head_dim = d, .n_4bit = n_4bit, .n_2bit = n_2bit, .clusters = 1 };
+    hsri_index_shape_fill(&w->shape);
+    w->d = d;
+    w->n_slabs = (PAGES / w->shape.per_slab + 1) * LISTS;
+    blocks = (w->n_slabs + 15) / 16;
+    per_block = HSRI_BLOCK_BYTES / hsri_cluster_slot_bytes(&w->shape);
+    w->pool_bytes = (blocks + 1ull) * HSRI_BLOCK_BYTES;
+    w->pool = hsri_new_aligned(w->pool_bytes, 1);
+    w->slabs = calloc(w->n_slabs, sizeof *w->slabs);
+    for (uint32_t i = 0; i < w->n_slabs; i++)
+        w->slabs[i] = i / 16 << 8 | (15 - i % 16);
+    CHECK(per_block >= SEGMENTS * LISTS);
+    for (uint32_t i = 0; i < SEGMENTS * LISTS; i++)
+        w->records[i] = blocks << 8 | (per_block - 1 - i);
+    w->calibration = malloc(LISTS * hsri_calibration_floats(d) * sizeof(float));
+    for (uint32_t i = 0; i < LISTS; i++)
+        fill_calibration(w->calibration + i * hsri_calibration_floats(d), d, 31 * i);
+    for (uint32_t i = 0; i < LISTS; i++)
+        for (uint32_t page = SINK; page < PAGES; page++)
+            fill_page(w, &kernels, i, page, k, scratch);
+    free(k);
+    free(scratch);
+    return w;
+}
+
+static void world_free(world *w)
+{
+    free(w->pool);
+    free(w->slabs);
+    free(w->calibration);
+    free(w);
+}
+
+/* ---- running ---- */
+
+static hsri_ref upload(hsri_device *dev, hsri_queue *q, const void *data, uint64_t bytes)
+{
+    hsri_ref ref = { 0 };
+
+    CHECK(dev->alloc(dev, bytes, &ref.buf, NULL) == HSR_OK);
+    dev->copy_in(q, ref, data, bytes);
+    CHECK(dev->wait(q, NULL) == HSR_OK);
+    return ref;
+}
+
+/* The pool afterwards, to be freed. */
+static uint8_t *run_cluster(const world *w, int32_t n_threads, int32_t isa, bool async, double *ns)
+{
+    hsri_device *dev;
+    hsri_queue  *q;
+    hsri_cluster list[SEGMENTS * LISTS];
+    uint8_t     *pool = hsri_new_aligned(w->pool_bytes, 1);
+
+    CHECK(hsri_cpu_device_create(n_threads, isa, NULL, &dev, NULL) == HSR_OK);
+    if (async)
+        CHECK(hsri_async_device_create(dev, &dev, NULL) == HSR_OK);
+    CHECK(dev->queue_create(dev, &q, NULL) == HSR_OK);
+    hsri_ref     d_pool = upload(dev, q, w->pool, w->pool_bytes), index = upload(dev, q, w->slabs, w->n_slabs * sizeof *w->slabs);
+    hsri_ref     calibration = upload(dev, q, w->calibration, LISTS * hsri_calibration_floats(w->d) * sizeof(float)), d_list;
+    hsri_kv_view kv = { .pool_buf = d_pool.buf, .n_layers = LAYERS, .n_kv_heads = KV_HEADS, .head_dim = w->d, .calibration = calibration };
+
+    for (uint32_t i = 0; i < SEGMENTS * LISTS; i++)
+        list[i] = (hsri_cluster){ .index = index, .record = w->records[i], .first_page = SINK + i / LISTS * HSRI_SEGMENT_PAGES,
+                                  .layer = (uint16_t)(i % LISTS / KV_HEADS), .head = (uint16_t)(i % KV_HEADS), .index_shape = w->shape };
+    d_list = upload(dev, q, list, sizeof list);
+    uint64_t start = hsri_now_ns();
+    dev->ops.cluster(q, &kv, d_list, SEGMENTS * LISTS);
+    CHECK(dev->wait(q, NULL) == HSR_OK);
+    *ns = (double)(hsri_now_ns() - start) / (SEGMENTS * LISTS);
+    dev->copy_out(q, pool, d_pool, w->pool_bytes);
+    CHECK(dev->wait(q, NULL) == HSR_OK);
+    dev->free(dev, d_pool.buf);
+    dev->free(dev, index.buf);
+    dev->free(dev, calibration.buf);
+    dev->free(dev, d_list.buf);
+    dev->queue_destroy(q);
+    dev->destroy(dev);
+    return pool;
+}
+
+/* ---- what a record says, by docs/sparse-attention.md ---- */
+
+typedef struct record {
+    const uint8_t *at;
+    uint32_t       n;
+    const float   *mean, *scales;
+    const uint16_t *starts, *positions;
+    const uint8_t *codes;
+} record;
+
+static record read_record(const world *w, const uint8_t *pool, uint32_t i)
+{
+    uint32_t n = w->shape.n_4bit + w->shape.n_2bit, d = w->d;
+    record   r = { .at = pool + (uint64_t)(w->records[i] >> 8) * HSRI_BLOCK_BYTES + (uint64_t)(w->records[i] & 255) * hsri_cluster_slot_bytes(&w->shape) };
+
+    r.n = n < 24 ? n : 24;
+    r.mean = (const float *)r.at;
+    r.scales = r.mean + d;
+    r.starts = (const uint16_t *)(r.scales + r.n);
+    r.codes = r.at + (4 * d + 4 * r.n + 2050 + 63) / 64 * 64;
+    r.positions = (const uint16_t *)(r.codes + 512 * r.n);
+    return r;
+}
+
+static double centre_of(const record *r, uint32_t i, uint32_t c, double *step)
+{
+    uint8_t byte = r->codes[(c / 8 * 1024 + i) * 4 + c % 4];
+
+    *step = (double)r->scales[c];
+    return ((c % 8 < 4 ? byte & 15 : byte >> 4) - 7.5) * *step;
+}
+
+static bool is_lost(const world *w, uint32_t list, uint32_t page) { return isnan(float_at(entry_of(w, list, page))); }
+
+/* Component c of a token, about the mean of its segment; 0 for pages that are lost. */
+static double point(const world *w, const record *r, uint32_t i, uint32_t token, uint32_t c)
+{
+    uint32_t       list = i % LISTS, page = SINK + i / LISTS * HSRI_SEGMENT_PAGES + token / 64, d = w->d;
+    const float   *calibration = w->calibration + list * hsri_calibration_floats(d);
+    const uint8_t *entry = entry_of(w, list, page);
+    double         step, z;
+    int            code;
+
+    if (is_lost(w, list, page))
+        return 0;
+    z = sketch_value(&w->shape, entry, c, token % 64, &step, &code);
+    for (uint32_t j = 0; j < d; j++)
+        z += (double)calibration[j * d + c] * (mean_key(&w->shape, entry, calibration + 2 * d * d, j) - (double)r->mean[j]);
+    return z;
+}
+
+static void check_mean(const world *w, const record *r, uint32_t i)
+{
+    const float *about = w->calibration + i % LISTS * hsri_calibration_floats(w->d) + 2 * w->d * w->d;
+
+    for (uint32_t j = 0; j < w->d; j++) {
+        double   want = 0;
+        uint32_t n = 0;
+
+        for (uint32_t p = 0; p < HSRI_SEGMENT_PAGES; p++) {
+            uint32_t page = SINK + i / LISTS * HSRI_SEGMENT_PAGES + p;
+
+            if (!is_lost(w, i % LISTS, page)) {
+                want += mean_key(&w->shape, entry_of(w, i % LISTS, page), about, j);
+                n++;
+            }
+        }
+        CHECK(fabs((double)r->mean[j] - want / n) < 1e-5);
+    }
+}
+
+/* Every token is in one cluster, and clusters are tight. */
+static void check_clusters(const world *w, const record *r, uint32_t i)
+{
+    uint8_t *seen = calloc(HSRI_SEGMENT_TOKENS, 1);
+    double  *far = calloc(HSRI_SEGMENT_TOKENS, sizeof *far), within = 0, about = 0, worst = 0;
+
+    CHECK(r->starts[0] == 0 && r->starts[HSRI_SEGMENT_CLUSTERS] == HSRI_SEGMENT_TOKENS);
+    for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++) {
+        if (!CHECK(r->starts[k] <= r->starts[k + 1]))
+            goto done;
+        for (uint32_t at = r->starts[k]; at < r->starts[k + 1]; at++) {
+            CHECK(r->positions[at] < HSRI_SEGMENT_TOKENS && (at == r->starts[k] || r->positions[at] > r->positions[at - 1]));
+            CHECK(!seen[r->positions[at] % HSRI_SEGMENT_TOKENS]++);
+        }
+        for (uint32_t c = 0; c < r->n && r->starts[k] < r->starts[k + 1]; c++) {
+            double mean = 0, step, centre = centre_of(r, k, c, &step);
+            uint32_t n = r->starts[k + 1] - r->starts[k];
+
+            for (uint32_t at = r->starts[k]; at < r->starts[k + 1]; at++)
+                mean += point(w, r, i, r->positions[at], c) / n;
+            for (uint32_t at = r->starts[k]; at < r->starts[k + 1]; at++) {
+                double z = point(w, r, i, r->positions[at], c);
+
+                within += (z - mean) * (z - mean);
+                about += z * z;
+            }
+            worst = fmax(worst, fabs(centre - mean) - 0.51 * step);
+        }
+    }
+    CHECK(within < 0.45 * about);
+    CHECK(worst < 0.01 * sqrt(about / HSRI_SEGMENT_TOKENS));   /* points are whole numbers of steps of a 127th of the farthest */
+done:
+    free(seen);
+    free(far);
+}
+
+/* ---- scores ---- */
+
+static void check_scores(const world *w, const record *r, int32_t isa)
+{
+    enum { HEADS = 7 };
+    static float mass[HEADS][HSRI_SEGMENT_CLUSTERS], alone[HSRI_SEGMENT_CLUSTERS];
+    uint32_t     d = w->d;
+    float       *queries = malloc(HEADS * d * sizeof *queries), *rotated = malloc(HEADS * d * sizeof *rotated), references[HEADS];
+    double       worst = 0;
+    hsri_kernels kernels;
+
+    hsri_kernels_fill(&kernels, isa);
+    fill_noise(queries, HEADS * d, 1, 2);
+    fill_noise(rotated, HEADS * d, 2, 2);
+    fill_noise(references, HEADS, 3, 2);
+    hsri_cluster_score_args a = { r->at, &w->shape, HEADS, 0.125f, queries, rotated, references, mass[0], HSRI_SEGMENT_CLUSTERS };
+    kernels.sparse.cluster.score(&a);
+    for (uint32_t h = 0; h < HEADS; h++) {
+        for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++) {
+            double logit = 0, step;
+
+            for (uint32_t j = 0; j < d; j++)
+                logit += (double)queries[h * d + j] * (double)r->mean[j];
+            for (uint32_t c = 0; c < r->n; c++)
+                logit += (double)rotated[h * d + c] * centre_of(r, k, c, &step);
+            if (r->starts[k] == r->starts[k + 1])
+                CHECK(mass[h][k] == 0.0f);
+            else
+                worst = fmax(worst, fabs(log((double)mass[h][k] / (r->starts[k + 1] - r->starts[k])) - (0.125 * logit - (double)references[h])));
+        }
+        a = (hsri_cluster_score_args){ r->at, &w->shape, 1, 0.125f, queries + h * d, rotated + h * d, references + h, alone, HSRI_SEGMENT_CLUSTERS };
+        kernels.sparse.cluster.score(&a);
+        CHECK(memcmp(alone, mass[h], sizeof alone) == 0);
+    }
+    if (!CHECK(worst < (isa >= HSR_ISA_AVX512 ? 0.08 : 1e-4)))
+        fprintf(stderr, "level %d: log mass off by %g\n", (int)isa, worst);
+    /* not a number: nothing; beyond all range: the most */
+    references[0] = NAN;
+    references[1] = -1e9f;
+    queries[2 * d] = NAN;
+    rotated[3 * d] = NAN;
+    a = (hsri_cluster_score_args){ r->at, &w->shape, HEADS, 0.125f, queries, rotated, references, mass[0], HSRI_SEGMENT_CLUSTERS };
+    kernels.sparse.cluster.score(&a);
+    for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++)
+        CHECK(mass[0][k] == 0.0f && mass[2][k] == 0.0f && mass[3][k] == 0.0f && mass[1][k] == (r->starts[k] < r->starts[k + 1] ? HSRI_MASS_MAX : 0.0f));
+    free(queries);
+    free(rotated);
+}
+
+static void test_shape(uint32_t d, uint32_t n_4bit, uint32_t n_2bit)
+{
+    world   *w = world_new(d, n_4bit, n_2bit);
+    double   ns;
+    uint8_t *first = run_cluster(w, 1, HSR_ISA_REFERENCE, false, &ns);
+
+    for (uint32_t i = 0; i < SEGMENTS * LISTS; i += 3) {
+        record r = read_record(w, first, i);
+
+        check_mean(w, &r, i);
+        check_clusters(w, &r, i);
+        for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa() && isa <= HSR_ISA_AVX512; isa++)
+            check_scores(w, &r, isa);
+    }
+    for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa() && isa <= HSR_ISA_AVX512; isa++) {
+        uint8_t *again = run_cluster(w, isa == HSR_ISA_REFERENCE ? 3 : 2, isa, isa == HSR_ISA_REFERENCE, &ns);
+
+        CHECK(memcmp(first, again, w->pool_bytes) == 0);
+        free(again);
+    }
+    free(first);
+    world_free(w);
+}
+
+static int bench(void)
+{
+    world *w = world_new(64, 24, 0);
+
+    for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa() && isa <= HSR_ISA_AVX512; isa++) {
+        double best = 1e30, ns;
+
+        for (int i = 0; i < 5; i++) {
+            free(run_cluster(w, 1, isa, false, &ns));
+            best = fmin(best, ns);
+        }
+        printf("%-8s %.2f ms for each record\n", hsri_isa_name(isa), best / 1e6);
+    }
+    world_free(w);
+    return 0;
+}
+
+int main(int argc, char **argv)
+{
+    if (argc > 1 && strcmp(argv[1], "--bench") == 0)
+        return bench();
+    test_shape(64, 24, 0);
+    test_shape(128, 8, 16);
+    test_shape(20, 16, 0);
+    test_shape(32, 8, 0);
+    return CHECK_REPORT();
+}
