@@ -138,6 +138,7 @@ typedef struct hsri_span {
 typedef struct hsri_sparse_room {
     hsri_ref scratch;           /* of select */
     uint64_t scratch_bytes;
+    bool     clusters;          /* some session has them: the scratch has room for looking at them */
     hsri_ref units;             /* lists */
     uint64_t n_units;
     hsri_ref counts;            /* uint32[rows][kv heads] */

@@ -26,8 +26,9 @@ def _of_gguf(path: str, dtype: str) -> dict[str, int]:
     try:
         found = {
             "hidden_size": source.hidden_size, "intermediate_size": source.intermediate_size, "n_layers": source.layer_count,
-            "n_heads": source.head_count, "n_kv_heads": source.kv_head_count, "head_dim": source.head_dim, "rotary_dim": source.rope.rotary_dim,
-            "context_length": source.context_length, "vocab_size": source.vocab_size, "tied": int("output.weight" not in source.tensors),
+            "n_heads": source.head_count, "n_kv_heads": source.kv_head_count, "head_dim": source.head_dim,
+            "rotary_dim": source.rope.rotary_dim, "context_length": source.context_length, "vocab_size": source.vocab_size,
+            "tied": int("output.weight" not in source.tensors),
         }
     finally:
         source.close()

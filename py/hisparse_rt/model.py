@@ -296,8 +296,8 @@ class Model:
         return Session(self, context=context, kv=kv or self.kv, beyond_trained=beyond_trained, rollback_tokens=rollback_tokens,
                        profile=profile, index=index, sketch=sketch, **pages)
 
-    def restore(self, path: str | bytes | os.PathLike[Any], *, context: int | None = None, kv: str | None = None, beyond_trained: bool = False,
-                profile: ProfileLike | None = None) -> Session:
+    def restore(self, path: str | bytes | os.PathLike[Any], *, context: int | None = None, kv: str | None = None,
+                beyond_trained: bool = False, profile: ProfileLike | None = None) -> Session:
         """A session from a file of `Session.save`: its next token is the one that the saved session would have had.
 
         context, beyond_trained   as in `session`; None is what it had

@@ -100,8 +100,9 @@ def plan(
 
 def engine_opts(**given: Any) -> Any:
     """The options of `load` that a plan counts with, as an hsr_engine_opts."""
-    known = {"ram": None, "hot": None, "warm": None, "cold": None, "cold_size": None, "io": "auto", "io_deadline": 30.0, "importance": "balanced",
-             "prefetch": 4, "threads": 0, "isa": "auto", "kv": "auto", "chunk": 512, "max_sessions": 256, "max_batch": 1024, "log": None,
+    known = {"ram": None, "hot": None, "warm": None, "cold": None, "cold_size": None, "io": "auto", "io_deadline": 30.0,
+             "importance": "balanced", "prefetch": 4, "threads": 0, "isa": "auto", "kv": "auto", "chunk": 512, "max_sessions": 256,
+             "max_batch": 1024, "log": None,
              "debug_async": False}
     for name in given:
         if name not in known:
@@ -114,7 +115,8 @@ def _index_of(profile: Profile, calibrated: bool) -> str:
     if profile.mode == "dense":
         return "none"
     selector = profile.selector if profile.selector != "auto" else "sketch" if calibrated else "minmax"
-    return {"sketch": "sketch", "cluster": "cluster", "mean": "minmax", "classic": "minmax", "minmax": "minmax", "gaussian": "gaussian"}.get(selector, "none")
+    known = {"sketch": "sketch", "cluster": "cluster", "mean": "minmax", "classic": "minmax", "minmax": "minmax", "gaussian": "gaussian"}
+    return known.get(selector, "none")
 
 
 def _is_calibrated(name: str) -> bool:

@@ -25,12 +25,13 @@ static hsr_status check_model(const hsr_model_info *m, hsr_error *err)
     HSRI_TRY(in_range("rotary_dim", m->rotary_dim, 0, m->head_dim, err));
     HSRI_TRY(in_range("context_length", m->context_length, 1, INT32_MAX, err));
     if (m->n_heads % m->n_kv_heads || m->head_dim % 2)
-        return hsri_fail(err, HSR_E_INVALID, "hsr_plan: %d heads, %d kv heads of %d: heads must divide evenly, and their size be even", m->n_heads,
-                         m->n_kv_heads, m->head_dim);
+        return hsri_fail(err, HSR_E_INVALID, "hsr_plan: %d heads, %d kv heads of %d: heads must divide evenly, and their size be even",
+                         m->n_heads, m->n_kv_heads, m->head_dim);
     return HSR_OK;
 }
 
-hsr_status hsr_plan(const hsr_model_info *model, const hsr_engine_opts *engine, const hsr_session_opts *session, uint32_t n_sessions, hsr_plan_result *plan, hsr_error *err)
+hsr_status hsr_plan(const hsr_model_info *model, const hsr_engine_opts *engine, const hsr_session_opts *session, uint32_t n_sessions,
+                    hsr_plan_result *plan, hsr_error *err)
 {
     hsr_model_info info = { .struct_size = sizeof info };
     hsr_engine_opts e;

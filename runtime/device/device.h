@@ -234,7 +234,8 @@ struct hsri_device {
 struct hsri_queue { hsri_device *dev; };   /* back ends extend it */
 
 /* Bytes of scratch that `select` needs for picks of n_votes voting rows in all, over sequences of at most n_pages pages. */
-uint64_t hsri_select_scratch(uint32_t n_votes, uint32_t n_picks, uint32_t n_heads, uint32_t n_kv_heads, uint32_t head_dim, uint32_t n_pages);
+uint64_t hsri_select_scratch(uint32_t n_votes, uint32_t n_picks, uint32_t n_heads, uint32_t n_kv_heads, uint32_t head_dim, uint32_t n_pages,
+                             bool clusters /* some of them may have clusters to look at */);
 
 /* Floats of scratch that the default compound operations need for n_rows rows of a model: the widest intermediate. */
 uint64_t hsri_compound_scratch(uint32_t n_rows, uint32_t hidden, uint32_t widest);

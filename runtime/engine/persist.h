@@ -66,7 +66,8 @@ uint64_t hsri_save_batch_rows(const hsri_image *image, hsri_image_part part);
 uint64_t hsri_save_batch_bytes(const hsri_image *image);
 
 /* No lock held; the session is the caller's alone. */
-hsr_status hsri_session_save(hsr_session *session, const char *path, int32_t (*progress)(void *, uint64_t, uint64_t), void *user, hsr_error *err);
+hsr_status hsri_session_save(hsr_session *session, const char *path, int32_t (*progress)(void *, uint64_t, uint64_t), void *user,
+                             hsr_error *err);
 hsr_status hsri_session_restore(hsr_engine *engine, const char *path, const hsr_restore_opts *opts, hsr_session **session, hsr_error *err);
 
 #endif

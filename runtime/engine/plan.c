@@ -69,10 +69,12 @@ static hsr_status fill_session(paper *p, const hsr_session_opts *opts, hsr_error
 
 static uint64_t table_bytes(const paper *p)
 {
-    const uint64_t pages = hsri_div_up(p->session.context, HSRI_PAGE_TOKENS), per_page = (uint64_t)p->engine.shape.n_layers * p->engine.shape.n_kv_heads;
+    const hsri_kv_shape *shape = &p->engine.shape;
+    const uint64_t slots = hsri_div_up(p->session.context, HSRI_PAGE_TOKENS) * shape->n_layers * shape->n_kv_heads;
     const uint64_t tables = p->need.sealed ? 2 : 1;
     /* Entries on the host and on the device, a state per page, with tiers a body. */
-    return pages * per_page * (tables * 2 * sizeof(uint32_t) + 1 + (p->engine.tiers ? sizeof(uint32_t) + 48 : 0)) + p->session.context * sizeof(int32_t);
+    const uint64_t per_slot = tables * 2 * sizeof(uint32_t) + 1 + (p->engine.tiers ? sizeof(uint32_t) + 48 : 0);
+    return slots * per_slot + p->session.context * sizeof(int32_t);
 }
 
 static uint64_t scratch_bytes(const paper *p)
@@ -165,8 +167,8 @@ static hsr_status count(const paper *p, uint32_t n_sessions, hsr_plan_result *r,
     return HSR_OK;
 }
 
-static hsr_status plan(paper *p, const hsr_model_info *model, const hsr_engine_opts *engine, const hsr_session_opts *session, uint32_t n_sessions,
-                       hsr_plan_result *r, hsr_error *err)
+static hsr_status plan(paper *p, const hsr_model_info *model, const hsr_engine_opts *engine, const hsr_session_opts *session,
+                       uint32_t n_sessions, hsr_plan_result *r, hsr_error *err)
 {
     fill_model(p, model);
     HSRI_TRY(fill_engine(p, engine, err));

@@ -14,6 +14,7 @@
 #include "base/array.h"
 #include "base/crc32c.h"
 #include "base/status.h"
+#include "base/threads.h"
 
 typedef struct reader {
     hsr_engine      *engine;
@@ -85,7 +86,8 @@ static hsr_status read_header(reader *r)
     if (memcmp(h->magic, magic, sizeof magic) != 0)
         return damaged(r, "is no saved session");
     if (h->version != HSRI_SAVE_VERSION)
-        return hsri_fail(r->err, HSR_E_VERSION, "%.200s: version %u of saved sessions, this library reads %u", r->path, h->version, HSRI_SAVE_VERSION);
+        return hsri_fail(r->err, HSR_E_VERSION, "%.200s: version %u of saved sessions, this library reads %u", r->path, h->version,
+                         HSRI_SAVE_VERSION);
     memset(block + offsetof(hsri_save_header, crc32c), 0, sizeof h->crc32c);
     if (hsri_crc32c(0, block, HSRI_SAVE_ALIGNMENT) != h->crc32c)
         return damaged(r, "the header is damaged (checksum)");
@@ -100,7 +102,8 @@ static hsr_status check_numbers(const reader *r)
 {
     const hsri_save_header *h = &r->header;
     const uint32_t page = HSRI_PAGE_TOKENS;
-    const bool options = h->format < HSRI_N_KV_FORMATS && h->kv_type < HSRI_N_KV_TYPES && h->index.kind < HSRI_N_INDEX_KINDS && h->index.clusters <= (h->index.kind == HSRI_INDEX_SKETCH) &&
+    const bool options = h->format < HSRI_N_KV_FORMATS && h->kv_type < HSRI_N_KV_TYPES && h->index.kind < HSRI_N_INDEX_KINDS &&
+                         h->index.clusters <= (h->index.kind == HSRI_INDEX_SKETCH) &&
                          h->index.n_4bit <= 4096 && h->index.n_4bit % 8 == 0 && h->index.n_2bit <= 4096 && h->index.n_2bit % 16 == 0 &&
                          h->window_size >= page && h->window_size % page == 0 && h->sink_size % page == 0 && h->window_size <= INT32_MAX &&
                          h->sink_size <= INT32_MAX && h->rollback_tokens <= INT32_MAX && h->chunk_tokens <= (1u << 20);
@@ -116,8 +119,8 @@ static hsr_status check_wishes(const reader *r, const hsr_restore_opts *o)
     if (o->kv_format != HSR_KV_AUTO && o->kv_format != format)
         return hsri_fail(r->err, HSR_E_INVALID, "%.200s: kv_format is %d, the session was saved with %d", r->path, o->kv_format, format);
     if (o->context != 0 && (o->context < 0 || h->n_tokens > (uint64_t)o->context))
-        return hsri_fail(r->err, HSR_E_CONTEXT, "%.200s: %llu tokens do not fit a context of %lld", r->path, (unsigned long long)h->n_tokens,
-                         (long long)o->context);
+        return hsri_fail(r->err, HSR_E_CONTEXT, "%.200s: %llu tokens do not fit a context of %lld", r->path,
+                         (unsigned long long)h->n_tokens, (long long)o->context);
     return HSR_OK;
 }
 
@@ -130,8 +133,9 @@ static hsr_status check_rope(const reader *r, const hsr_restore_opts *o)
     const uint32_t table = hsri_rope_choose(hp, saved, scratch);
     if (saved == now || (table == hsri_rope_choose(hp, now, scratch) && table < 2))
         return HSR_OK;
-    return hsri_fail(r->err, HSR_E_UNSUPPORTED, "%.200s: context is %llu, the session was saved with %llu: this model's rotary embedding differs between them",
-                     r->path, (unsigned long long)now, (unsigned long long)saved);
+    return hsri_fail(r->err, HSR_E_UNSUPPORTED,
+                     "%.200s: context is %llu, the session was saved with %llu: this model's rotary embedding differs between them", r->path,
+                     (unsigned long long)now, (unsigned long long)saved);
 }
 
 /* ---- the session ---- */
@@ -140,10 +144,12 @@ static hsr_session_opts session_opts(const reader *r, const hsr_restore_opts *o)
 {
     const hsri_save_header *h = &r->header;
     return (hsr_session_opts){
-        .struct_size = sizeof(hsr_session_opts), .kv_format = HSR_KV_F32 + (int32_t)h->format, .context = o->context ? o->context : (int64_t)h->context,
+        .struct_size = sizeof(hsr_session_opts), .kv_format = HSR_KV_F32 + (int32_t)h->format,
+        .context = o->context ? o->context : (int64_t)h->context,
         .beyond_trained = o->beyond_trained || (o->context == 0 && h->beyond_trained), .window_size = (int32_t)h->window_size,
         .sink_size = (int32_t)h->sink_size, .rollback_tokens = (int32_t)h->rollback_tokens, .user = o->user, .profile = o->profile,
-        .index_kind = h->index.clusters ? HSR_INDEX_CLUSTER : HSR_INDEX_NONE + (int32_t)h->index.kind, .sketch_4bit = (int32_t)h->index.n_4bit, .sketch_2bit = (int32_t)h->index.n_2bit,
+        .index_kind = h->index.clusters ? HSR_INDEX_CLUSTER : HSR_INDEX_NONE + (int32_t)h->index.kind,
+        .sketch_4bit = (int32_t)h->index.n_4bit, .sketch_2bit = (int32_t)h->index.n_2bit,
     };
 }
 
@@ -153,7 +159,8 @@ static hsr_status describe(reader *r)
     const hsr_session *s = r->session;
     hsri_save_header *h = &r->header, want = *h;
     if (s->kv_type != h->kv_type || memcmp(&s->index_shape, &h->index, sizeof h->index) != 0)
-        return damaged(r, s->kv_type != h->kv_type ? "the type of its plain pages is not this model's" : "the layout of its index is another one");
+        return damaged(r, s->kv_type != h->kv_type ? "the type of its plain pages is not this model's"
+                                                   : "the layout of its index is another one");
     HSRI_TRY(hsri_cache_expect_image(s->cache, h->n_computed, h->sealed, h->chunk_tokens, &r->image, r->err));
     hsri_save_lay_out(&want, &r->image);
     want.tokens.crc32c = h->tokens.crc32c;
@@ -203,37 +210,116 @@ static hsr_status read_checks(reader *r)
     return hsri_crc32c(0, r->checks, checks->bytes) != checks->crc32c ? damaged(r, "the table of checksums is damaged") : HSR_OK;
 }
 
-static hsr_status wrong_slot(const reader *r, hsri_image_part part, uint64_t row, uint64_t i)
+/* ---- the parts: one batch is read and checked while the one before is put into its pages ---- */
+
+typedef struct batch {
+    int             part;
+    uint64_t        row, n;        /* n 0: behind the last */
+    const uint32_t *checks;
+    uint8_t        *bytes;
+} batch;
+
+typedef struct turn {
+    reader      r;                 /* with an error of its own */
+    const batch *todo;
+    hsr_error   err;
+    hsr_status  status;
+} turn;
+
+/* The batch that begins with this row, or with the first of a later part. */
+static batch batch_at(const reader *r, int part, uint64_t row, const uint32_t *checks, uint8_t *bytes)
 {
-    static const char *const names[] = { "plain page", "index slab", "sealed page" };
-    const uint64_t heads = r->engine->model->hp.n_kv_heads;
-    return hsri_fail(r->err, HSR_E_FORMAT, "%.200s: the %s in row %llu of layer %llu, head %llu is damaged (checksum)", r->path, names[part],
-                     (unsigned long long)row, (unsigned long long)(i / heads), (unsigned long long)(i % heads));
+    for (; part < HSRI_N_IMAGE_PARTS && row == r->image.rows[part]; part++)
+        row = 0;
+    batch b = { part, row, 0, checks, bytes };
+    if (part < HSRI_N_IMAGE_PARTS)
+        b.n = hsri_min(hsri_save_batch_rows(&r->image, (hsri_image_part)part), r->image.rows[part] - row);
+    return b;
 }
 
-static hsr_status write_rows(reader *r, hsri_image_part part, uint64_t row, uint64_t n)
+static uint64_t slots_of(const reader *r, const batch *b) { return b->n * r->image.per_row; }
+
+static hsr_status wrong_slot(const reader *r, const batch *b, uint64_t i)
 {
-    const uint64_t bytes = r->image.per_row * r->image.slot_bytes[part];
+    static const char *const names[] = { "plain page", "index slab", "sealed page" };
+    const unsigned long long heads = r->engine->model->hp.n_kv_heads, row = b->row + i / r->image.per_row, in_row = i % r->image.per_row;
+    return hsri_fail(r->err, HSR_E_FORMAT, "%.200s: the %s in row %llu of layer %llu, head %llu is damaged (checksum)", r->path,
+                     names[b->part], row, in_row / heads, in_row % heads);
+}
+
+static hsr_status fetch(const reader *r, const batch *b)
+{
+    const uint64_t slot = r->image.slot_bytes[b->part];
+    HSRI_TRY(read_at(r, r->header.parts[b->part] + b->row * r->image.per_row * slot, b->bytes, slots_of(r, b) * slot));
+    for (uint64_t i = 0; i < slots_of(r, b); i++)
+        if (hsri_crc32c(0, b->bytes + i * slot, slot) != b->checks[i])
+            return wrong_slot(r, b, i);
+    return HSR_OK;
+}
+
+static hsr_status put(const reader *r, const batch *b)
+{
+    const uint64_t bytes = r->image.per_row * r->image.slot_bytes[b->part];
+    const hsri_image_part part = (hsri_image_part)b->part;
     hsr_status st = HSR_OK;
     hsri_engine_enter(r->engine);
-    for (uint64_t i = 0; i < n && st >= 0; i++)
-        st = hsri_cache_write_image(r->session->cache, r->engine->queue, &r->image, part, row + i, r->batch + i * bytes, r->err);
+    for (uint64_t i = 0; i < b->n && st >= 0; i++)
+        st = hsri_cache_write_image(r->session->cache, r->engine->queue, &r->image, part, b->row + i, b->bytes + i * bytes, r->err);
     hsri_engine_leave(r->engine);
     return st;
 }
 
-static hsr_status read_part(reader *r, hsri_image_part part, const uint32_t *checks)
+static void take_turn(void *arg, uint32_t task, uint32_t worker)
 {
-    const uint64_t slot = r->image.slot_bytes[part], row_bytes = r->image.per_row * slot, batch = hsri_save_batch_rows(&r->image, part);
-    for (uint64_t row = 0, n; row < r->image.rows[part]; row += n) {
-        n = hsri_min(batch, r->image.rows[part] - row);
-        HSRI_TRY(read_at(r, r->header.parts[part] + row * row_bytes, r->batch, n * row_bytes));
-        for (uint64_t i = 0; i < n * r->image.per_row; i++)
-            if (hsri_crc32c(0, r->batch + i * slot, slot) != *checks++)
-                return wrong_slot(r, part, row + i / r->image.per_row, i % r->image.per_row);
-        HSRI_TRY(write_rows(r, part, row, n));
+    turn *t = (turn *)arg + task;
+    (void)worker;
+    if (t->todo->n > 0)
+        t->status = task == 0 ? fetch(&t->r, t->todo) : put(&t->r, t->todo);
+}
+
+static hsr_status take_turns(reader *r, hsri_threads *threads, const batch *next, const batch *now)
+{
+    turn turns[2] = { { .r = *r, .todo = next, .err = HSR_ERROR_INIT }, { .r = *r, .todo = now, .err = HSR_ERROR_INIT } };
+    for (int i = 0; i < 2; i++)
+        turns[i].r.err = &turns[i].err;
+    hsri_parallel(threads, 2, take_turn, turns);
+    for (int i = 0; i < 2; i++)
+        if (turns[i].status < 0) {
+            hsri_fail(r->err, turns[i].status, "%s", turns[i].err.message);
+            if (r->err)
+                r->err->sys_code = turns[i].err.sys_code;
+            return turns[i].status;
+        }
+    return HSR_OK;
+}
+
+static hsr_status read_parts(reader *r, hsri_threads *threads)
+{
+    const uint64_t half = hsri_save_batch_bytes(&r->image);
+    uint8_t *idle = r->batch;
+    batch now = { 0 };
+    batch next = batch_at(r, 0, 0, r->checks, r->batch + half);
+    while (now.n > 0 || next.n > 0) {
+        HSRI_TRY(take_turns(r, threads, &next, &now));
+        now = next;
+        next = batch_at(r, now.part, now.row + now.n, now.checks + slots_of(r, &now), idle);
+        idle = now.bytes;
     }
     return HSR_OK;
+}
+
+/* Two threads if the engine has several. */
+static hsr_status read_all(reader *r)
+{
+    hsri_threads *threads;
+    free(r->batch);
+    r->batch = hsri_new_aligned(2 * hsri_save_batch_bytes(&r->image), 1);
+    if (!r->batch)
+        return hsri_fail(r->err, HSR_E_NOMEM, "no memory to restore a session");
+    HSRI_TRY(hsri_threads_create(r->engine->opts.n_threads > 1 ? 2 : 1, &threads, r->err));
+    const hsr_status st = read_parts(r, threads);
+    hsri_threads_destroy(threads);
+    return st;
 }
 
 static void finish(reader *r)
@@ -262,15 +348,7 @@ static hsr_status restore(reader *r, const hsr_restore_opts *o)
     HSRI_TRY(begin(r, o));
     HSRI_TRY(read_tokens(r));
     HSRI_TRY(read_checks(r));
-    free(r->batch);
-    r->batch = hsri_new_aligned(hsri_save_batch_bytes(&r->image), 1);
-    if (!r->batch)
-        return hsri_fail(r->err, HSR_E_NOMEM, "no memory to restore a session");
-    const uint32_t *checks = r->checks;
-    for (int part = 0; part < HSRI_N_IMAGE_PARTS; part++) {
-        HSRI_TRY(read_part(r, (hsri_image_part)part, checks));
-        checks += r->image.rows[part] * r->image.per_row;
-    }
+    HSRI_TRY(read_all(r));
     finish(r);
     return HSR_OK;
 }

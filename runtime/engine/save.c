@@ -95,7 +95,8 @@ static hsr_status take_room(const writer *w)
     struct rlimit limit;
     const uint64_t bytes = w->header.file_bytes;
     if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY && bytes > limit.rlim_cur)
-        return hsri_fail_sys(w->err, HSR_E_IO, EFBIG, "%.200s: %llu bytes are more than this process may write to a file", w->path, (unsigned long long)bytes);
+        return hsri_fail_sys(w->err, HSR_E_IO, EFBIG, "%.200s: %llu bytes are more than this process may write to a file", w->path,
+                             (unsigned long long)bytes);
     if (fallocate(w->fd, 0, 0, (off_t)bytes) < 0 && (errno == ENOSPC || errno == EDQUOT))
         return hsri_fail_sys(w->err, HSR_E_IO, errno, "%.200s: %llu bytes are needed", w->path, (unsigned long long)bytes);
     return HSR_OK;
@@ -142,7 +143,8 @@ static hsr_status check_idle(const hsr_session *s, hsr_error *err)
     if (s->request.active)
         return hsri_fail(err, HSR_E_STATE, "save: a request is running");
     if (hsri_session_has_work(s))
-        return hsri_fail(err, HSR_E_STATE, "save: %llu appended tokens are not computed yet", (unsigned long long)(s->target - s->n_computed));
+        return hsri_fail(err, HSR_E_STATE, "save: %llu appended tokens are not computed yet",
+                         (unsigned long long)(s->target - s->n_computed));
     return HSR_OK;
 }
 

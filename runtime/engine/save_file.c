@@ -59,8 +59,9 @@ static void describe_model(const hsr_model *model, hsri_save_header *h)
 /* Fields that must be equal, and what they are called. */
 #define FIELD(field, name) { offsetof(hsri_save_header, field), sizeof(((hsri_save_header *)0)->field), name }
 static const struct { size_t offset, size; const char *name; } identity[] = {
-    FIELD(page_tokens, "page size"), FIELD(n_layers, "layers"), FIELD(n_heads, "heads"), FIELD(n_kv_heads, "kv heads"), FIELD(head_dim, "head_dim"),
-    FIELD(hidden_size, "hidden_size"), FIELD(vocab_size, "vocab_size"), FIELD(weight_dtype, "weight dtype"), FIELD(n_params, "number of parameters"),
+    FIELD(page_tokens, "page size"), FIELD(n_layers, "layers"), FIELD(n_heads, "heads"), FIELD(n_kv_heads, "kv heads"),
+    FIELD(head_dim, "head_dim"), FIELD(hidden_size, "hidden_size"), FIELD(vocab_size, "vocab_size"),
+    FIELD(weight_dtype, "weight dtype"), FIELD(n_params, "number of parameters"),
     FIELD(source, "source (hisparse.source)"), FIELD(weights_crc32c, "weights"), FIELD(calibration_crc32c, "calibration"),
 };
 
@@ -126,8 +127,9 @@ void hsri_save_describe(const hsr_session *s, const hsri_image *image, uint32_t 
 {
     *h = (hsri_save_header){
         .version = HSRI_SAVE_VERSION, .page_tokens = HSRI_PAGE_TOKENS, .kv_type = s->kv_type, .format = s->format, .index = s->index_shape,
-        .window_size = (uint32_t)s->opts.window_size, .sink_size = (uint32_t)s->opts.sink_size, .rollback_tokens = (uint32_t)s->opts.rollback_tokens,
-        .chunk_tokens = chunk_tokens, .beyond_trained = s->opts.beyond_trained != 0, .context = s->context,
+        .window_size = (uint32_t)s->opts.window_size, .sink_size = (uint32_t)s->opts.sink_size,
+        .rollback_tokens = (uint32_t)s->opts.rollback_tokens, .chunk_tokens = chunk_tokens,
+        .beyond_trained = s->opts.beyond_trained != 0, .context = s->context,
         .n_tokens = s->n_tokens, .n_computed = s->n_computed, .sampled_end = s->sampled_end, .sealed = image->sealed,
     };
     memcpy(h->magic, "HSRSAVE", sizeof h->magic);

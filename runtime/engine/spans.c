@@ -98,7 +98,8 @@ static bool fits(const hsr_engine *e, const hsri_span *span, const row_mode *m)
         return false;
     return (uint64_t)n_picks * hp->n_kv_heads * units <= e->room.n_units &&
            (uint64_t)n_rows * span->n_fixed * hp->n_heads * (hp->head_dim + 2) <= e->scratch.part_floats &&
-           hsri_select_scratch(n_votes, n_picks, hp->n_heads, hp->n_kv_heads, hp->head_dim, span->max_pos / HSRI_PAGE_TOKENS + 1) <=
+           hsri_select_scratch(n_votes, n_picks, hp->n_heads, hp->n_kv_heads, hp->head_dim, span->max_pos / HSRI_PAGE_TOKENS + 1,
+                               e->room.clusters) <=
                e->room.scratch_bytes;
 }
 
@@ -336,7 +337,9 @@ hsr_status hsri_spans_reserve(hsr_engine *e, const hsri_profile *p, const hsr_se
         pages *= 2;
     const uint64_t selectable = hsri_selectable_units(pages, sink_pages(s), window_pages(s));
     const uint64_t units = hsri_min(hsri_max(p->max_units, (uint64_t)ceilf(p->ratio * (float)selectable)), pages * HSRI_PAGE_UNITS);
-    const uint64_t bytes = hsri_select_scratch(SPAN_VOTES, SPAN_VOTES, hp->n_heads, hp->n_kv_heads, hp->head_dim, (uint32_t)pages);
+    e->room.clusters |= s->index_shape.clusters != 0;
+    const uint64_t bytes = hsri_select_scratch(SPAN_VOTES, SPAN_VOTES, hp->n_heads, hp->n_kv_heads, hp->head_dim, (uint32_t)pages,
+                                                   e->room.clusters);
 
     HSRI_TRY(create_arrays(e, err));
     HSRI_TRY(enlarge(e, &e->room.scratch, &e->room.scratch_bytes, bytes, 1, err));

@@ -15,8 +15,8 @@ static uint32_t slot_bytes(const hsri_kv_shape *shape, const hsri_cache_opts *op
     return hsri_kv_slot_bytes(part == HSRI_IMAGE_PLAIN ? opts->type : opts->format, shape->head_dim);
 }
 
-hsr_status hsri_image_describe(const hsri_kv_shape *shape, const hsri_cache_opts *opts, uint64_t n_tokens, uint64_t sealed, hsri_image *image,
-                               hsr_error *err)
+hsr_status hsri_image_describe(const hsri_kv_shape *shape, const hsri_cache_opts *opts, uint64_t n_tokens, uint64_t sealed,
+                               hsri_image *image, hsr_error *err)
 {
     const uint64_t full = n_tokens / HSRI_PAGE_TOKENS, sink = opts->sink_pages, n_sealed = sealed - sink;
     *image = (hsri_image){ .n_tokens = n_tokens, .sealed = sealed, .per_row = (uint64_t)shape->n_layers * shape->n_kv_heads };
@@ -133,8 +133,10 @@ static hsr_status copy_bodies(hsri_cache *cache, hsri_queue *q, const uint32_t *
     const hsri_store *store = &cache->stores[HSRI_STORE_ENCODED];
     size_t lost;
     HSRI_TRY(hsri_bodies_await(cache->opts.tiers, bodies, n, &lost, err));
-    for (uint64_t i = 0; i < n; i++)
-        cache->dev->copy_out(q, out + i * store->slot_bytes, hsri_store_slot(cache, store, hsri_body_entry(cache->opts.tiers, bodies[i])), store->slot_bytes);
+    for (uint64_t i = 0; i < n; i++) {
+        hsri_ref slot = hsri_store_slot(cache, store, hsri_body_entry(cache->opts.tiers, bodies[i]));
+        cache->dev->copy_out(q, out + i * store->slot_bytes, slot, store->slot_bytes);
+    }
     return cache->dev->wait(q, err);
 }
 
@@ -159,8 +161,8 @@ static hsr_status read_bodies(hsri_cache *cache, hsri_queue *q, uint64_t row, ui
     return status;
 }
 
-hsr_status hsri_cache_read_image(hsri_cache *cache, hsri_queue *q, const hsri_image *image, hsri_image_part part, uint64_t row, uint8_t *out,
-                                 hsr_error *err)
+hsr_status hsri_cache_read_image(hsri_cache *cache, hsri_queue *q, const hsri_image *image, hsri_image_part part, uint64_t row,
+                                 uint8_t *out, hsr_error *err)
 {
     const uint64_t at = store_row(cache, image, part, row);
     if (part == HSRI_IMAGE_SEALED && cache->family)
@@ -173,7 +175,8 @@ hsr_status hsri_cache_read_image(hsri_cache *cache, hsri_queue *q, const hsri_im
 
 /* ---- writing ---- */
 
-hsr_status hsri_cache_expect_image(hsri_cache *cache, uint64_t n_tokens, uint64_t sealed, uint32_t chunk_tokens, hsri_image *image, hsr_error *err)
+hsr_status hsri_cache_expect_image(hsri_cache *cache, uint64_t n_tokens, uint64_t sealed, uint32_t chunk_tokens, hsri_image *image,
+                                   hsr_error *err)
 {
     cache->opts.chunk_tokens = (uint32_t)hsri_max(cache->opts.chunk_tokens, chunk_tokens);
     return hsri_image_describe(cache->shape, &cache->opts, n_tokens, sealed, image, err);
@@ -225,8 +228,8 @@ static hsr_status take_records(hsri_cache *cache, const hsri_image *image, hsr_e
     return HSR_OK;
 }
 
-hsr_status hsri_cache_write_image(hsri_cache *cache, hsri_queue *q, const hsri_image *image, hsri_image_part part, uint64_t row, uint8_t *bytes,
-                                  hsr_error *err)
+hsr_status hsri_cache_write_image(hsri_cache *cache, hsri_queue *q, const hsri_image *image, hsri_image_part part, uint64_t row,
+                                  uint8_t *bytes, hsr_error *err)
 {
     const uint64_t at = store_row(cache, image, part, row);
     for (uint64_t i = 0; i < image->per_row && part == HSRI_IMAGE_SEALED; i++)

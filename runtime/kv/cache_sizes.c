@@ -103,7 +103,8 @@ uint64_t hsri_kv_blocks_for(const hsri_kv_shape *shape, const hsri_cache_opts *o
     const uint32_t record_bytes = hsri_cluster_slot_bytes(&opts->index);
     uint64_t clusters = blocks_of(need.clusters, record_bytes ? HSRI_BLOCK_BYTES / record_bytes : 0);
     uint64_t index = blocks_of(need.index, HSRI_SLABS_PER_BLOCK), sum;
-    if (__builtin_add_overflow(plain, sealed, &sum) || __builtin_add_overflow(sum, index, &sum) || __builtin_add_overflow(sum, clusters, &sum))
+    if (__builtin_add_overflow(plain, sealed, &sum) || __builtin_add_overflow(sum, index, &sum) ||
+        __builtin_add_overflow(sum, clusters, &sum))
         return UINT64_MAX;
     return sum;
 }
@@ -112,6 +113,7 @@ uint64_t hsri_kv_blocks_for(const hsri_kv_shape *shape, const hsri_cache_opts *o
  * computing. */
 uint64_t hsri_kv_working_set(const hsri_kv_shape *shape, const hsri_cache_opts *opts)
 {
-    uint64_t pages = hsri_seal_window(opts) - opts->window_pages + (opts->chunk_tokens + 2ull * (HSRI_PAGE_TOKENS - 1)) / HSRI_PAGE_TOKENS + 1;
+    uint64_t in_step = (opts->chunk_tokens + 2ull * (HSRI_PAGE_TOKENS - 1)) / HSRI_PAGE_TOKENS;
+    uint64_t pages = hsri_seal_window(opts) - opts->window_pages + in_step + 1;
     return pages * shape->n_layers * shape->n_kv_heads + 2ull * HSRI_GROUP_TOKENS / HSRI_PAGE_TOKENS * shape->n_kv_heads;
 }

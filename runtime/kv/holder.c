@@ -170,12 +170,12 @@ static uint64_t pin_room(const hsri_holder *h)
     return hsri_tiers_pin_room(h->tiers, h->step.caches[h->step.rows[h->first_row].seq]->opts.format);
 }
 
-/* Read ahead: the next groups of this layer, then the first of the next one. Only what fits without waiting. */
+/* Read ahead, two waves: the next groups of this layer, then the first of the next one. Only what fits without waiting. */
 static void look_ahead(hsri_holder *h, uint32_t layer, uint32_t group)
 {
     uint32_t n_layers = h->step.caches[0]->shape->n_layers;
     uint64_t room = pin_room(h) / 2;
-    for (uint32_t i = 0; i < h->depth && h->ahead.n < room && layer < n_layers; i++) {
+    for (uint32_t i = 0; i < 2 * h->depth && h->ahead.n < room && layer < n_layers; i++) {
         bool more = false;
         if (pin_group(h, &h->ahead, layer, group++, false, &more, NULL) != HSR_OK)
             return;

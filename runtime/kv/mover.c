@@ -50,6 +50,7 @@ struct hsri_mover {
     list            free, queued[HSRI_N_MOVE_PRIORITIES], ended;
     uint32_t        n_queued, n_running, n_alive, peak_queued;
     bool            stop;
+    bool            sleeping;       /* the thread has seen everything that is queued, and waits for news */
     hsri_mover_stats stats;
 
     /* The thread's own. */
@@ -361,9 +362,11 @@ static void *run(void *arg)
         hsri_io_done done[BATCH];
         start_jobs(m);
         publish(m);
+        m->sleeping = true;
         pthread_mutex_unlock(&m->lock);
         uint32_t n = hsri_io_wait(m->io, done, BATCH, HSRI_IO_FOREVER);
         pthread_mutex_lock(&m->lock);
+        m->sleeping = false;
         for (uint32_t i = 0; i < n; i++)
             take_completion(m, &done[i]);
     }
@@ -477,6 +480,16 @@ hsr_status hsri_mover_destroy(hsri_mover *m, uint64_t wait_ms, hsr_error *err)
 
 /* ---- the owner's calls ---- */
 
+/* Unlock, and wake the thread if it has not been woken since it fell asleep. */
+static void unlock_and_wake(hsri_mover *m)
+{
+    bool wake = m->sleeping;
+    m->sleeping = false;
+    pthread_mutex_unlock(&m->lock);
+    if (wake)
+        hsri_io_wake(m->io);
+}
+
 uint32_t hsri_mover_submit(hsri_mover *m, const hsri_move *move, hsri_move_priority priority)
 {
     pthread_mutex_lock(&m->lock);
@@ -489,11 +502,7 @@ uint32_t hsri_mover_submit(hsri_mover *m, const hsri_move *move, hsri_move_prior
         m->n_queued++;
         m->peak_queued = (uint32_t)hsri_max(m->peak_queued, m->n_queued);
     }
-    bool idle = m->n_queued == 1;
-    pthread_mutex_unlock(&m->lock);
-    /* The thread takes all that is queued whenever it looks, so only the first needs to wake it. */
-    if (id != NONE && (idle || priority == HSRI_MOVE_DEMAND))
-        hsri_io_wake(m->io);
+    unlock_and_wake(m);
     return id == NONE ? HSRI_NO_MOVE : id;
 }
 
@@ -512,7 +521,6 @@ void hsri_mover_raise(hsri_mover *m, uint32_t id, hsri_move_priority priority)
     pthread_mutex_lock(&m->lock);
     raise_job(m, id, priority);
     pthread_mutex_unlock(&m->lock);
-    hsri_io_wake(m->io);
 }
 
 void hsri_mover_raise_writes(hsri_mover *m)

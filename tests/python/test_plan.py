@@ -46,8 +46,10 @@ def append_all(path: Path, n: int, context: int, session: dict, **engine) -> Non
 
 
 CASES = {
-    "bf16": ({"kv": "bf16"}, 1), "f32": ({"kv": "f32"}, 1), "two": ({"kv": "bf16"}, 2), "five": ({"kv": "int8"}, 5), "int8": ({"kv": "int8"}, 1),
-    "window": ({"kv": "int8", "window_size": 64, "sink_size": 0, "rollback_tokens": 0}, 3), "minmax": ({"kv": "bf16", "profile": MINMAX}, 2),
+    "bf16": ({"kv": "bf16"}, 1), "f32": ({"kv": "f32"}, 1), "two": ({"kv": "bf16"}, 2),
+    "five": ({"kv": "int8"}, 5), "int8": ({"kv": "int8"}, 1),
+    "window": ({"kv": "int8", "window_size": 64, "sink_size": 0, "rollback_tokens": 0}, 3),
+    "minmax": ({"kv": "bf16", "profile": MINMAX}, 2),
     "int8-minmax": ({"kv": "int8", "profile": MINMAX, "window_size": 128}, 2),
 }
 
@@ -81,7 +83,8 @@ def least(fits, low: int, high: int) -> int:
 @pytest.mark.parametrize("session, n", [({"kv": "bf16"}, 1), ({"kv": "int8"}, 2), ({"kv": "bf16", "profile": MINMAX}, 2)],
                          ids=["bf16", "two", "minmax"])
 def test_exactly_what_is_planned_with_a_cold_tier(folder, tmp_path, session, n):
-    options = {"context": 4000, "sessions": n, "calibrated": False, "chunk": 64, "cold": str(tmp_path), "window_size": 64, "rollback_tokens": 64, **session}
+    options = {"context": 4000, "sessions": n, "calibrated": False, "chunk": 64, "cold": str(tmp_path), "window_size": 64,
+               "rollback_tokens": 64, **session}
     session = {**session, "window_size": 64, "rollback_tokens": 64}
     ram = least(lambda size: hs.plan(folder / "q8.hsr", ram=size, cold_size="1GiB", **options).fits, 0, 200)
     cold = least(lambda size: hs.plan(folder / "q8.hsr", ram=ram * MIB, cold_size=size, **options).fits, 0, 200)
@@ -118,8 +121,9 @@ def test_a_restored_session_needs_no_more(folder, tmp_path):
             s.save(tmp_path / "s")
         with hs.load(folder / "q8.hsr", threads=1, ram=found.memory_bytes, calibration=False) as model:
             model.restore(tmp_path / "s").close()
-        with hs.load(folder / "q8.hsr", threads=1, ram=found.memory_bytes - MIB, calibration=False) as model, pytest.raises(hs.NoSpaceError):
-            model.restore(tmp_path / "s")
+        with hs.load(folder / "q8.hsr", threads=1, ram=found.memory_bytes - MIB, calibration=False) as model:
+            with pytest.raises(hs.NoSpaceError):
+                model.restore(tmp_path / "s")
 
 
 # ---- models that are not converted ---------------------------------------------------------------------------------------
@@ -149,7 +153,8 @@ def test_sizes_of_known_models(tmp_path):
     """SmolLM2-135M has 134.5 million parameters."""
     (tmp_path / "config.json").write_text(json.dumps({
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
-        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192, "tie_word_embeddings": True,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
         "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 100000}))
     found = sizes(str(tmp_path), "bf16")
     assert found["n_params"] == 134_515_008 and found["head_dim"] == 64
@@ -159,9 +164,12 @@ def test_sizes_of_known_models(tmp_path):
 
 
 @pytest.mark.parametrize("options, error, text", [
-    ({"context": 9000}, hs.ContextError, "beyond_trained"), ({"context": 0}, hs.InvalidError, "context"), ({"sessions": 0}, hs.InvalidError, "sessions"),
-    ({"kv": "int4"}, hs.InvalidError, "kv"), ({"window_size": 100}, hs.InvalidError, "window_size"), ({"ram": "1KiB"}, hs.InvalidError, "budget"),
-    ({"dtype": "q8"}, hs.InvalidError, "dtype"), ({"profile": "none such"}, hs.InvalidError, "profile"), ({"chunk": 5000}, hs.InvalidError, "chunk"),
+    ({"context": 9000}, hs.ContextError, "beyond_trained"), ({"context": 0}, hs.InvalidError, "context"),
+    ({"sessions": 0}, hs.InvalidError, "sessions"),
+    ({"kv": "int4"}, hs.InvalidError, "kv"), ({"window_size": 100}, hs.InvalidError, "window_size"),
+    ({"ram": "1KiB"}, hs.InvalidError, "budget"),
+    ({"dtype": "q8"}, hs.InvalidError, "dtype"), ({"profile": "none such"}, hs.InvalidError, "profile"),
+    ({"chunk": 5000}, hs.InvalidError, "chunk"),
     ({"cold": "/none/such", "context": 10}, hs.FileError, "cold_dir"), ({"tempo": 3}, TypeError, "tempo"),
 ])
 def test_wrong_options(folder, options, error, text):
@@ -182,9 +190,10 @@ def test_wrong_sources(folder, tmp_path):
 
 def test_command(folder, tmp_path):
     done = run("plan", folder / "q8.hsr", "--context", "4000", "--sessions", "2", "--kv", "int8", "--ram", "1GiB")
-    assert done.returncode == 0 and "2 sessions of 4,000 tokens" in done.stdout and done.stdout.rstrip().endswith("fits, all of it in memory")
-    done = run("plan", "--config", folder / "hf" / "config.json", "--dtype", "q4", "--context", "1000000", "--beyond-trained", "--kv", "compact",
-               "--ram", "64MiB", "--cold", tmp_path, "--cold-size", "2GiB", "--json")
+    assert done.returncode == 0 and "2 sessions of 4,000 tokens" in done.stdout
+    assert done.stdout.rstrip().endswith("fits, all of it in memory")
+    done = run("plan", "--config", folder / "hf" / "config.json", "--dtype", "q4", "--context", "1000000", "--beyond-trained",
+               "--kv", "compact", "--ram", "64MiB", "--cold", tmp_path, "--cold-size", "2GiB", "--json")
     facts = json.loads(done.stdout)
     assert facts["fits"] and facts["context"] == 1_000_000 and facts["cold_bytes"] > 0 and facts["kv_format"] == "compact"
     done = run("plan", folder / "q8.hsr", "--context", "4000", "--kv", "f32", "--ram", "1MiB")

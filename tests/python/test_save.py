@@ -463,7 +463,8 @@ except hs.FileError as error:
 
 
 def writer(paths, target, how: str) -> subprocess.Popen:
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(WRITER), paths / "tiny.hsr", target, how], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(WRITER), paths / "tiny.hsr", target, how], stdout=subprocess.PIPE,
+                            text=True)
 
 
 def test_file_size_limit(paths, tmp_path):
@@ -494,7 +495,8 @@ def test_kill_leaves_the_old_file(paths, model, tmp_path):
 def test_full_disk(paths, model, tmp_path):
     """A file system of 1 MiB, where one can be made without being root."""
     mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
-    script = f"mount -t tmpfs -o size=1m tmpfs '{tmp_path}' && echo old > '{tmp_path}/s' && \"$@\" && cat '{tmp_path}/s' && ls -A '{tmp_path}'"
+    script = (f"mount -t tmpfs -o size=1m tmpfs '{tmp_path}' && echo old > '{tmp_path}/s' && \"$@\" && cat '{tmp_path}/s' && "
+              f"ls -A '{tmp_path}'")
     run = subprocess.run([*mount, script, "sh", sys.executable, "-c", textwrap.dedent(WRITER), paths / "tiny.hsr", tmp_path / "s", "write"],
                          capture_output=True, text=True, timeout=120)
     if "mount" in run.stderr or "unshare" in run.stderr:

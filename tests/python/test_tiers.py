@@ -10,14 +10,17 @@ import hisparse_rt as hs
 import numpy as np
 import pytest
 import tiny
+from hisparse_rt.calibration import write_calibration
 from hisparse_rt.profile import Profile
+from hisparse_rt.tools.calibrate import calibrate
 from hisparse_rt.tools.convert import convert
 
 LENGTH, OUTPUT = 6000, 16
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, LENGTH)]
-SQUEEZED = {"bf16": 7, "f32": 11, "int8": 5}   # MiB, of about 12, 21 and 7
+SQUEEZED = {"bf16": 7, "f32": 11, "int8": 5, "compact": 4, "vtq": 5}   # MiB
 SPARSE = Profile(selector="minmax", budget=256, virtual_tokens=False, prefill_budget=256, prefill_dense_below=1024)
-MODES = {"dense": (0, {}), "sparse": (SPARSE, {"window_size": 128})}
+SKETCH = Profile(selector="sketch", budget=256, prefill_budget=256, prefill_dense_below=1024)
+MODES = {"dense": (0, {}), "sparse": (SPARSE, {"window_size": 128}), "sketch": (SKETCH, {"window_size": 128})}
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +28,9 @@ def model_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiers")
     cfg = tiny.config(num_hidden_layers=3, head_dim=64, max_position_embeddings=8192)
     convert(tiny.write_hf(folder / "hf", cfg, tiny.weights(cfg, 9)), folder / "m.hsr", dtype="q8")
+    with hs.load(folder / "m.hsr", threads=2, profile=0) as model:
+        made, _ = calibrate(model, np.array(IDS[:2048], np.int32))
+    write_calibration(folder / "m.hsrcal", made)
     return folder / "m.hsr"
 
 
@@ -47,12 +53,13 @@ def options(mode: str, kv: str) -> dict:
 
 
 @pytest.mark.parametrize("io", ["auto", "pread"])
-@pytest.mark.parametrize("kv", ["bf16", "f32", "int8"])
+@pytest.mark.parametrize("kv", ["bf16", "f32", "int8", "compact", "vtq"])
 @pytest.mark.parametrize("mode", MODES)
 def test_squeezed_is_resident(model_file, cold, mode, kv, io):
     with hs.load(model_file, threads=2) as model, model.session(**options(mode, kv)) as session:
         want = run(session)
-    with hs.load(model_file, threads=2, chunk=128, hot=f"{SQUEEZED[kv]}MiB", cold=cold, cold_size="64MiB", io=io) as model:
+    hot = SQUEEZED[kv] - (kv == "compact" and mode == "dense")   # no index
+    with hs.load(model_file, threads=2, chunk=128, hot=f"{hot}MiB", cold=cold, cold_size="64MiB", io=io) as model:
         with model.session(**options(mode, kv)) as session:
             got = run(session)
             stats = model.stats()
@@ -63,7 +70,7 @@ def test_squeezed_is_resident(model_file, cold, mode, kv, io):
         assert stats.cold_misses > 0
         assert stats.cold_pages > 0
         assert stats.cold_read_bytes > 0
-        assert stats.hot_bytes_committed <= SQUEEZED[kv] << 20
+        assert stats.hot_bytes_committed <= hot << 20
         after = model.stats()
         assert after.hot_blocks_used == after.hot_blocks_reserved == after.cold_pages == after.cold_bytes_used == 0
     assert list(cold.iterdir()) == []
@@ -86,7 +93,7 @@ def test_sessions_beside_each_other(model_file, cold):
                 want.append(run(session))
     import concurrent.futures
 
-    with hs.load(model_file, threads=2, chunk=128, hot="16MiB", cold=cold, cold_size="128MiB") as model:
+    with hs.load(model_file, threads=2, chunk=128, hot="20MiB", cold=cold, cold_size="128MiB") as model:
         sessions = [model.session(**options(mode, "bf16")) for mode in MODES]
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             got = list(pool.map(run, sessions))

@@ -378,7 +378,8 @@ static uint64_t rows_to(const world *w, const session *s, int kind, uint64_t n)
 
 static bool has_store(const world *w, int kind)
 {
-    return kind == HSRI_STORE_PLAIN || (kind == HSRI_STORE_ENCODED ? encodes(w) : w->opts.index.per_slab > 0);
+    return kind == HSRI_STORE_PLAIN || (kind == HSRI_STORE_ENCODED && encodes(w)) ||
+           (kind == HSRI_STORE_INDEX && w->opts.index.per_slab > 0);
 }
 
 static void verify_store_counters(const world *w, const session *s, const hsri_cache_stats *stats, int kind)
@@ -965,6 +966,33 @@ static void test_shared_between(void)
     world_end(&w);
 }
 
+/* Slots taken near each other share a block, as long as the pool has blocks to spare; a slot moves to another block. */
+static void test_near(void)
+{
+    world w;
+    world_init(&w, &shapes[0], 3);
+    hsri_slots slots;
+    uint32_t near[2] = { HSRI_NO_BLOCK, HSRI_NO_BLOCK }, entries[9];
+    hsri_slots_init(&slots, w.pool, 3);
+    CHECK(hsri_slots_take_near(&slots, &near[0], &entries[0], NULL) == HSR_E_INTERNAL);
+    CHECK(hsri_slots_promise(&slots, 6) && slots.n_reserved == 2);
+    for (int i = 0; i < 4; i++)
+        CHECK(hsri_slots_take_near(&slots, &near[i % 2], &entries[i], NULL) == HSR_OK && hsri_entry_block(entries[i]) == near[i % 2]);
+    CHECK(near[0] != near[1] && slots.n_free == 2 && slots.n_promised == 2 && slots.n_reserved == 0 && hsri_pool_available(w.pool) == 1);
+    CHECK(hsri_slots_promise(&slots, 5) && hsri_pool_available(w.pool) == 0);
+    for (int i = 4; i < 9; i++)         /* what was promised is there, wherever it lies */
+        CHECK(hsri_slots_take_near(&slots, &near[0], &entries[i], NULL) == HSR_OK);
+    CHECK(slots.n_free == 0 && slots.n_promised == 0 && slots.n_used == 9);
+
+    uint32_t to;
+    CHECK(!hsri_slots_move(&slots, entries[0], &to));
+    CHECK(hsri_slots_drop(&slots, entries[1]) == HSRI_NO_BLOCK && hsri_slots_move(&slots, entries[0], &to) && to == entries[1]);
+    CHECK(slots.n_used == 8 && slots.n_free == 1 && slots.n_blocks == 3);
+    CHECK(!hsri_slots_move(&slots, entries[2], &to));       /* only its own block has room */
+    hsri_slots_clear(&slots, NULL, NULL);
+    world_end(&w);
+}
+
 /* A fork does not share pages whose sealing may have failed. */
 static void test_fork_in_doubt(void)
 {
@@ -1293,6 +1321,7 @@ int main(void)
     test_failed_copy_on_write();
     test_shared_again();
     test_shared_between();
+    test_near();
     test_fork_in_doubt();
     test_fork_keeps_reservation();
     test_fragmentation();

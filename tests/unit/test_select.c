@@ -257,7 +257,7 @@ static result run_select(rig *r, const world *w, uint32_t pick0, uint32_t n_pick
     batch.seqs = upload(r, seqs, w->n_seqs * sizeof *seqs);
     d_settings = upload(r, settings, sizeof settings);
     d_picks = upload(r, picks, sizeof picks);
-    scratch = room(r, hsri_select_scratch(n_votes, n_picks, w->n_heads, KV_HEADS, d, w->most_pages));
+    scratch = room(r, hsri_select_scratch(n_votes, n_picks, w->n_heads, KV_HEADS, d, w->most_pages, w->shape.clusters));
     lists.units = room(r, n_lists * w->stride * 4);
     lists.counts = room(r, n_lists * 4);
     lists.virtual_part = room(r, n * (d + 2) * 4);
@@ -609,7 +609,7 @@ static double time_select(const world *w, int32_t isa, int32_t n_threads)
     hsri_batch   batch = { .n_rows = 1, .n_seqs = 1, .rows = upload(&r, w->rows, sizeof *w->rows), .seqs = upload(&r, &seq, sizeof seq) };
     hsri_ref     queries = upload(&r, w->queries, w->n_heads * d * 4), acc = upload(&r, w->acc, w->n_heads * (d + 2) * 4);
     hsri_ref     settings = upload(&r, w->settings, sizeof *w->settings), picks = upload(&r, w->picks, sizeof *w->picks);
-    hsri_ref     scratch = room(&r, hsri_select_scratch(1, 1, w->n_heads, KV_HEADS, d, n_pages + 9));
+    hsri_ref     scratch = room(&r, hsri_select_scratch(1, 1, w->n_heads, KV_HEADS, d, n_pages + 9, w->shape.clusters));
     hsri_lists   lists = { .stride = w->stride, .n_picks = 1, .units = room(&r, KV_HEADS * w->stride * 4), .counts = room(&r, KV_HEADS * 4),
                            .virtual_part = room(&r, w->n_heads * (d + 2) * 4), .covered = room(&r, w->n_heads * 4) };
     double       best = 1e30;

@@ -15,12 +15,16 @@ HELP = "show what sessions of a size need, and whether they fit"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="model file (.hsr), Hugging Face folder or .gguf file; nothing is converted")
+    parser.add_argument("model", metavar="MODEL", nargs="?",
+                        help="model file (.hsr), Hugging Face folder or .gguf file; nothing is converted")
     parser.add_argument("--config", metavar="FILE", help="in place of MODEL: a config.json; weights are estimated")
-    parser.add_argument("--dtype", choices=list(DTYPES.values()), help="of the weights after conversion, for all but .hsr files (default: q8)")
+    parser.add_argument("--dtype", choices=list(DTYPES.values()),
+                        help="of the weights after conversion, for all but .hsr files (default: q8)")
     parser.add_argument("--sessions", type=common.whole(1), default=1, metavar="K", help="sessions at a time (default: 1)")
-    parser.add_argument("--chunk", type=common.whole(1, 4096), default=512, metavar="N", help="most tokens of one prompt in one step (default: 512)")
-    parser.add_argument("--window", type=common.whole(64), metavar="N", help="most recent tokens, kept as written (default: 512, or the profile's)")
+    parser.add_argument("--chunk", type=common.whole(1, 4096), default=512, metavar="N",
+                        help="most tokens of one prompt in one step (default: 512)")
+    parser.add_argument("--window", type=common.whole(64), metavar="N",
+                        help="most recent tokens, kept as written (default: 512, or the profile's)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     common.add_context(parser, "the trained length")
     common.add_engine(parser)
@@ -32,8 +36,9 @@ def run(args: argparse.Namespace) -> int:
     if (args.model is None) == (args.config is None):
         args.usage_error("give MODEL or --config FILE")
     found = plan(
-        args.model or args.config, context=args.context, sessions=args.sessions, dtype=args.dtype, kv=args.kv, beyond_trained=args.beyond_trained,
-        profile=0 if args.profile == "exact" else args.profile, window_size=args.window, calibrated=True if args.calibration else None,
+        args.model or args.config, context=args.context, sessions=args.sessions, dtype=args.dtype, kv=args.kv,
+        beyond_trained=args.beyond_trained, profile=0 if args.profile == "exact" else args.profile, window_size=args.window,
+        calibrated=True if args.calibration else None,
         ram=args.ram, hot=args.hot, warm=args.warm, cold=args.cold, cold_size=args.cold_size, chunk=args.chunk,
     )
     common.write(json.dumps(asdict(found)) + "\n" if args.json else _table(found))
@@ -41,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _table(p: Plan) -> str:
-    one = [("pages as written", p.plain_bytes), (f"sealed pages, {p.kv_format}", p.sealed_bytes), ("index", p.index_bytes), ("tables", p.table_bytes)]
+    one = [("pages as written", p.plain_bytes), (f"sealed pages, {p.kv_format}", p.sealed_bytes), ("index", p.index_bytes),
+           ("tables", p.table_bytes)]
     rows = [("weights", p.weight_bytes, ""), ("scratch", p.scratch_bytes, "")]
     rows += [(name, size * p.sessions, f"{format_size(size)} each" if p.sessions > 1 else "") for name, size in one]
     rows += [("memory promised", p.memory_bytes, f"of {format_size(p.memory_budget)}")]
@@ -57,7 +63,9 @@ def _verdict(p: Plan) -> str:
     if not p.fits:
         if p.short_of == "sessions":
             return f"does not fit: {p.short_needed} sessions, and max_sessions is {p.short_available}\n"
-        return (f"does not fit: short of {p.short_of}: {format_size(p.short_needed)} are needed, {format_size(p.short_available)} are there; "
-                f"{format_size(p.short_needed - p.short_available)} more would do\n")
+        return (f"does not fit: short of {p.short_of}: {format_size(p.short_needed)} are needed, "
+                f"{format_size(p.short_available)} are there; {format_size(p.short_needed - p.short_available)} more would do\n")
     away = p.sessions - p.n_resident
-    return "fits" + (f"; pages of {away} session{'s' if away > 1 else ''} may leave memory for cold storage" if away else ", all of it in memory") + "\n"
+    if away == 0:
+        return "fits, all of it in memory\n"
+    return f"fits; pages of {away} session{'s' if away > 1 else ''} may leave memory for cold storage\n"

@@ -267,6 +267,10 @@ static void score_page_sketch(const hsri_score_args *a, const hsri_index_layout 
     }
     for (uint32_t h = 0; h < n_heads; h++) {
         float *mass = a->mass + (h0 + h) * a->mass_stride + page * HSRI_PAGE_UNITS, sums[LANES] = { 0 };
+
+        for (uint32_t i = 0; i < HSRI_PAGE_TOKENS && a->tokens; i++)   /* nowhere near */
+            if (!(hsri_sketch_line(a->tokens[page], i / LANES) >> i % LANES & 1))
+                logits[h][i] = -1e30f;
         float  mean = a->scale * dot_mean(a, at, a->queries + (uint64_t)(h0 + h) * a->shape->head_dim, entry) - a->reference[h0 + h];
 
         for (uint32_t line = 0; line < HSRI_PAGE_TOKENS; line += LANES)

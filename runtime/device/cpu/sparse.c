@@ -9,7 +9,7 @@
  *
  * Chunks and spans begin at the first selectable page, whoever computes them, and their sums are added in order. So neither threads nor
  * what else is in the batch changes a bit. */
-#include "device/cpu/pages.h"
+#include "device/cpu/sparse_job.h"
 #include "device/cpu/sparse_select.h"
 
 #include <math.h>
@@ -19,16 +19,9 @@
 #include "base/array.h"
 #include "base/rng.h"
 
-#define BATCH_VOTES (HSRI_PICK_ROWS / HSRI_PICK_STRIDE)   /* a whole prompt run, or as many decode rows */
 #define SPAN_CHUNKS 4u
 #define SPAN_PAGES (SPAN_CHUNKS * HSRI_SCORE_PAGES)
 #define CHUNK_UNITS (HSRI_SCORE_PAGES * HSRI_PAGE_UNITS)
-
-/* Masses at their limit say that the head's reference is too low for this chunk. It is raised by less than the range of masses, so that
- * what
- * was at the limit stays in sight; after so many times, logits are no numbers to attend by. */
-#define RAISE 64.0f
-#define MAX_RAISES 128u
 
 /* Estimates for one thread. */
 #define UNIT_NS 5u                     /* to score a unit for one head */
@@ -89,41 +82,7 @@ void hsri_cpu_index_page(const hsri_cpu_device *dev, const hsri_kv_view *kv, con
     dev->kernels.sparse.encode(shape, &calibration, k, v, slab + (uint64_t)(seal->page % shape->per_slab) * shape->entry_bytes, scratch);
 }
 
-/* ---- what a batch of picks works with ---- */
-
-typedef struct pick_state {
-    const hsri_seq    *seq;
-    const hsri_sparse *settings;
-    uint32_t pick;                     /* index among all */
-    uint32_t row, n_rows, n_votes;
-    uint32_t first_page, n_pages;      /* selectable */
-    uint32_t n_chunks;
-    uint32_t first_vote;               /* within the batch */
-    bool     scored;                   /* there are masses, exact or estimated */
-    bool     virtual_tokens;
-} pick_state;
-
-typedef struct select_job {
-    const hsri_cpu_device *dev;
-    const hsri_row    *rows;
-    const hsri_kv_view *kv;
-    const float       *queries, *rotated, *acc;
-    uint32_t          *units, *counts;
-    float             *virtual_part, *covered;
-    uint32_t           layer, n_heads, heads_per_kv, stride;
-    float              scale;
-    pick_state         picks[BATCH_VOTES];
-    uint32_t           n_picks;
-    /* The scratch, in steps of the longest sequence of the batch. */
-    uint64_t           max_units, max_chunks, max_spans;
-    float             *mass;           /* [vote][head][units] */
-    float             *sums;           /* [vote][head][chunks] of the masses */
-    float             *raised;         /* [vote][head][chunks]: by how much the reference was raised */
-    float             *worth;          /* [pick][kv head][units] */
-    uint32_t          *work;           /* [pick][kv head][units] */
-    float             *means;          /* [pick][spans][head]{ mass, value[d] } */
-    uint8_t           *chosen;         /* [pick][kv head][pages], a bit for each unit */
-} select_job;
+/* ---- the scratch ---- */
 
 static uint64_t scratch_floats(uint64_t n_votes, uint64_t n_heads, uint64_t n_kv_heads, uint64_t head_dim, uint64_t n_pages)
 {
@@ -133,14 +92,18 @@ static uint64_t scratch_floats(uint64_t n_votes, uint64_t n_heads, uint64_t n_kv
     return n_votes * (n_heads * (n_units + 2 * n_chunks + n_spans * (1 + head_dim)) + n_kv_heads * (2 * n_units + hsri_div_up(n_pages, 4)));
 }
 
-uint64_t hsri_select_scratch(uint32_t n_votes, uint32_t n_picks, uint32_t n_heads, uint32_t n_kv_heads, uint32_t head_dim, uint32_t n_pages)
+uint64_t hsri_select_scratch(uint32_t n_votes, uint32_t n_picks, uint32_t n_heads, uint32_t n_kv_heads, uint32_t head_dim, uint32_t n_pages,
+                             bool clusters)
 {
+    const uint64_t votes = hsri_min(n_votes, BATCH_VOTES);
+
     (void)n_picks;
-    return scratch_floats(hsri_min(n_votes, BATCH_VOTES), n_heads, n_kv_heads, head_dim, n_pages) * sizeof(float);
+    return (scratch_floats(votes, n_heads, n_kv_heads, head_dim, n_pages) + (clusters ? hsri_cpu_cluster_floats(votes, n_heads, n_kv_heads, n_pages) : 0)) *
+           sizeof(float);
 }
 
 /* Cut the scratch for the batch's votes and its longest sequence. */
-static void place_scratch(select_job *job, float *scratch, uint32_t n_votes, uint32_t max_pages)
+static void place_scratch(select_job *job, float *scratch, uint32_t n_votes, uint32_t max_pages, bool clusters)
 {
     uint64_t rows = (uint64_t)n_votes * job->n_heads, lists = (uint64_t)n_votes * job->kv->n_kv_heads;
 
@@ -154,33 +117,9 @@ static void place_scratch(select_job *job, float *scratch, uint32_t n_votes, uin
     job->worth = job->means + rows * job->max_spans * (1 + job->kv->head_dim);
     job->work = (uint32_t *)(job->worth + lists * job->max_units);
     job->chosen = (uint8_t *)(job->work + lists * job->max_units);
-}
-
-static uint32_t row_of_vote(const pick_state *p, uint32_t vote) { return p->row + vote * HSRI_PICK_STRIDE; }
-
-/* Where the masses of a head in a vote begin, and its chunks. */
-static uint64_t mass_at(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
-{
-    return ((uint64_t)(p->first_vote + vote) * job->n_heads + head) * job->max_units;
-}
-
-static uint64_t chunk_at(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
-{
-    return ((uint64_t)(p->first_vote + vote) * job->n_heads + head) * job->max_chunks;
-}
-
-static uint64_t list_at(const select_job *job, const pick_state *p, uint32_t kv_head)
-{
-    return (uint64_t)p->first_vote * job->kv->n_kv_heads + kv_head;
-}
-
-/* Log of the mass that a head reads exactly; NaN if there is none or it is not a number. */
-static float reference_of(const select_job *job, uint32_t row, uint32_t head)
-{
-    const float *acc = job->acc + ((uint64_t)row * job->n_heads + head) * (2 + job->kv->head_dim);
-    float        reference = acc[0] + logf(acc[1]);
-
-    return isfinite(reference) ? reference : NAN;
+    job->tokens = NULL;
+    if (clusters)
+        hsri_cpu_cluster_place(job, scratch + scratch_floats(n_votes, job->n_heads, job->kv->n_kv_heads, job->kv->head_dim, max_pages), n_votes);
 }
 
 static const uint8_t *entry_at(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page)
@@ -193,11 +132,11 @@ static const uint8_t *entry_at(const select_job *job, const hsri_seq *seq, uint3
            (uint64_t)(page % seq->index_shape.per_slab) * seq->index_shape.entry_bytes;
 }
 
-/* Entries of n selectable pages from `first` on; without an index they stay unset. */
+/* Entries of n listed pages from `first` on; without an index they stay unset. */
 static void find_entries(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t first, uint32_t n, const uint8_t **entries)
 {
     for (uint32_t i = 0; i < n && p->seq->index_shape.kind != HSRI_INDEX_NONE; i++)
-        entries[i] = entry_at(job, p->seq, kv_head, p->first_page + first + i);
+        entries[i] = entry_at(job, p->seq, kv_head, p->first_page + listed_page(job, p, kv_head, first + i));
 }
 
 /* ---- score ---- */
@@ -217,7 +156,7 @@ static hsri_score_fn score_of(const hsri_sparse_kernels *kernels, uint32_t selec
 /* A chunk of pages, as the scoring functions of this file pass it on. */
 typedef struct chunk {
     const pick_state *pick;
-    uint32_t kv_head, index, first, n_pages;   /* first: among the selectable pages */
+    uint32_t kv_head, index, first, n_pages;   /* first: among the listed pages */
     const uint8_t *entries[HSRI_SCORE_PAGES];
     hsri_calibration_record calibration;
     float   *scratch;
@@ -280,7 +219,8 @@ static void score_vote(const select_job *job, const chunk *c, uint32_t vote)
     float             references[HSRI_ATTEND_MAX_QUERIES];
     hsri_score_args   a = { .entries = c->entries, .n_pages = c->n_pages, .shape = &p->seq->index_shape, .scale = job->scale,
                             .reference = references, .mean_k = p->seq->index_shape.kind == HSRI_INDEX_SKETCH ? c->calibration.mean_k : NULL,
-                            .mass_stride = job->max_units };
+                            .mass_stride = job->max_units,
+                            .tokens = p->n_segments ? job->tokens + list_at(job, p, c->kv_head) * (job->max_units / HSRI_PAGE_UNITS) + c->first : NULL };
 
     for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
         a.n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
@@ -295,23 +235,25 @@ static void score_vote(const select_job *job, const chunk *c, uint32_t vote)
     }
 }
 
-/* Which pick item i belongs to, when each has `per_pick(p)` of them; i becomes the number within it. */
-static const pick_state *find_pick(const select_job *job, uint64_t *i, uint64_t (*per_pick)(const select_job *, const pick_state *))
+static uint32_t chunks_of(const select_job *job, const pick_state *p, uint32_t kv_head)
 {
-    const pick_state *p = job->picks;
-
-    while (*i >= per_pick(job, p))
-        *i -= per_pick(job, p++);
-    return p;
+    return (uint32_t)hsri_div_up(listed_pages(job, p, kv_head), HSRI_SCORE_PAGES);
 }
 
-static uint64_t all_items(const select_job *job, uint64_t (*per_pick)(const select_job *, const pick_state *))
+/* None if another kv head's list is longer. */
+static uint32_t pages_of_chunk(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t i)
 {
-    uint64_t n = 0;
+    uint32_t n = listed_pages(job, p, kv_head), first = i * HSRI_SCORE_PAGES;
 
-    for (uint32_t i = 0; i < job->n_picks; i++)
-        n += per_pick(job, &job->picks[i]);
-    return n;
+    return n > first ? (uint32_t)hsri_min(HSRI_SCORE_PAGES, n - first) : 0;
+}
+
+static measure measure_of(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
+{
+    uint64_t at = chunk_at(job, p, vote, head);
+
+    return measure_chunks(job->mass + mass_at(job, p, vote, head), job->sums + at, job->raised + at, chunks_of(job, p, head / job->heads_per_kv),
+                          reference_of(job, row_of_vote(p, vote), head));
 }
 
 static uint64_t score_items(const select_job *job,
@@ -328,60 +270,26 @@ static void score_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
         c.kv_head = (uint32_t)(i / c.pick->n_chunks);
         c.index = (uint32_t)(i % c.pick->n_chunks);
         c.first = c.index * HSRI_SCORE_PAGES;
-        c.n_pages = (uint32_t)hsri_min(HSRI_SCORE_PAGES, c.pick->n_pages - c.first);
+        c.n_pages = pages_of_chunk(job, c.pick, c.kv_head, c.index);
         c.calibration = hsri_cpu_calibration(job->dev, job->kv, job->layer, c.kv_head);
         find_entries(job, c.pick, c.kv_head, c.first, c.n_pages, c.entries);
-        for (uint32_t vote = 0; vote < c.pick->n_votes; vote++)
+        for (uint32_t vote = 0; vote < c.pick->n_votes && c.n_pages > 0; vote++)
             score_vote(job, &c, vote);
     }
 }
 
 /* ---- choose ---- */
 
-/* How the masses of one head of a vote compare: those of chunk i times exp(raised[i] - top) are in one measure, in which all of them and
- * the
- * exact mass are `all` together. A head that is not a number has all = NaN. */
-typedef struct measure {
-    const float *mass, *sums, *raised;
-    float  top;
-    double all, exact;
-} measure;
-
-static float factor_of(float raised, float top) { return raised == top ? 1.0f : expf(raised - top); }
-static float chunk_factor(const measure *m, uint32_t i) { return factor_of(m->raised[i], m->top); }
-
-static float highest(const float *raised, uint32_t n)
-{
-    float top = 0.0f;
-
-    for (uint32_t i = 0; i < n; i++)
-        top = raised[i] > top ? raised[i] : top;
-    return top;
-}
-
-static measure measure_of(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
-{
-    uint64_t at = chunk_at(job, p, vote, head);
-    measure  m = { job->mass + mass_at(job, p, vote, head), job->sums + at, job->raised + at, highest(job->raised + at, p->n_chunks), 0.0,
-                   0.0 };
-
-    m.exact = isnan(reference_of(job, row_of_vote(p, vote), head)) ? (double)NAN : exp(-(double)m.top);
-    m.all = m.exact;
-    for (uint32_t i = 0; i < p->n_chunks; i++)
-        m.all += (double)(m.sums[i] * chunk_factor(&m, i));
-    return m;
-}
-
 /* Worth of each unit: its probability, summed over the voting rows and the heads of the group. */
 static void weigh_units(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth)
 {
-    memset(worth, 0, (uint64_t)p->n_pages * HSRI_PAGE_UNITS * sizeof *worth);
+    memset(worth, 0, (uint64_t)listed_pages(job, p, kv_head) * HSRI_PAGE_UNITS * sizeof *worth);
     for (uint32_t vote = 0; vote < p->n_votes && p->scored; vote++) {
         for (uint32_t h = 0; h < job->heads_per_kv; h++) {
             measure m = measure_of(job, p, vote, kv_head * job->heads_per_kv + h);
 
-            for (uint32_t i = 0; i < p->n_chunks && m.all > 0.0; i++) {
-                uint64_t at = (uint64_t)i * CHUNK_UNITS, n = hsri_min(CHUNK_UNITS, (uint64_t)p->n_pages * HSRI_PAGE_UNITS - at);
+            for (uint32_t i = 0; i < chunks_of(job, p, kv_head) && m.all > 0.0; i++) {
+                uint64_t at = (uint64_t)i * CHUNK_UNITS, n = (uint64_t)pages_of_chunk(job, p, kv_head, i) * HSRI_PAGE_UNITS;
 
                 job->dev->kernels.sparse.add_scaled(worth + at, (float)(chunk_factor(&m, i) / m.all), m.mass + at, n);
             }
@@ -435,13 +343,29 @@ static void keep_coarse(const select_job *job, const pick_state *p, uint32_t kv_
                 worth[u] = HSRI_NO_WORTH;
 }
 
+/* Where a selectable page is in the list, which forced pages always are. */
+static uint32_t find_listed(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t page)
+{
+    uint32_t low = 0, end = p->n_segments ? listed_pages(job, p, kv_head) : 0;
+
+    while (low < end) {
+        uint32_t middle = (low + end) / 2;
+
+        if (listed_page(job, p, kv_head, middle) < page)
+            low = middle + 1;
+        else
+            end = middle;
+    }
+    return p->n_segments ? low : page;
+}
+
 /* Forced pages are chosen whole, and units of them no longer compete. */
 static void choose_forced(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth, uint8_t *chosen)
 {
     const hsri_sparse *s = p->settings;
     const uint32_t    *forced = s->n_forced ? hsri_cpu_at(job->dev, s->forced, 0) : NULL;
 
-    memset(chosen, 0, p->n_pages);
+    memset(chosen, 0, listed_pages(job, p, kv_head));
     if (!forced)
         return;
     forced += ((uint64_t)job->layer * job->kv->n_kv_heads + kv_head) * s->n_forced;
@@ -450,35 +374,36 @@ static void choose_forced(const select_job *job, const pick_state *p, uint32_t k
 
         if (forced[i] < p->first_page || page >= p->n_pages)
             continue;
+        page = find_listed(job, p, kv_head, page);
         chosen[page] = (1u << HSRI_PAGE_UNITS) - 1;
         for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++)
             worth[page * HSRI_PAGE_UNITS + u] = HSRI_NO_WORTH;
     }
 }
 
-/* Units [*first, *end) of slice i, among the selectable ones. Slices lie at multiples of their size in the sequence. */
-static uint32_t slice_span(const pick_state *p, uint32_t size, uint32_t i, uint32_t *end)
+/* Units [*first, *end) of slice i, among those of n_pages listed pages. Slices lie at multiples of their size in the sequence. */
+static uint32_t slice_span(const pick_state *p, uint32_t n_pages, uint32_t size, uint32_t i, uint32_t *end)
 {
-    uint32_t unit0 = p->first_page * HSRI_PAGE_UNITS, n = p->n_pages * HSRI_PAGE_UNITS, slice0 = unit0 / size;
+    uint32_t unit0 = p->first_page * HSRI_PAGE_UNITS, n = n_pages * HSRI_PAGE_UNITS, slice0 = unit0 / size;
     uint64_t first = (uint64_t)(slice0 + i) * size, last = first + size;
 
     *end = (uint32_t)hsri_min(last - unit0, n);
     return first > unit0 ? (uint32_t)(first - unit0) : 0;
 }
 
-static uint32_t count_slices(const pick_state *p, uint32_t size)
+static uint32_t count_slices(const pick_state *p, uint32_t n_pages, uint32_t size)
 {
-    uint32_t unit0 = p->first_page * HSRI_PAGE_UNITS, unit1 = unit0 + p->n_pages * HSRI_PAGE_UNITS;
+    uint32_t unit0 = p->first_page * HSRI_PAGE_UNITS, unit1 = unit0 + n_pages * HSRI_PAGE_UNITS;
 
     return (unit1 + size - 1) / size - unit0 / size;
 }
 
 /* Worth of slices in place of that of units, which it overwrites: a slice never lies behind its first unit. A slice is worth what those of
  * its units are that still compete; nothing if none does. */
-static void weigh_slices(const pick_state *p, uint32_t size, uint32_t n_slices, float *worth)
+static void weigh_slices(const pick_state *p, uint32_t n_pages, uint32_t size, uint32_t n_slices, float *worth)
 {
     for (uint32_t i = 0; i < n_slices && size > 1; i++) {
-        uint32_t end, u = slice_span(p, size, i, &end);
+        uint32_t end, u = slice_span(p, n_pages, size, i, &end);
         float    sum = HSRI_NO_WORTH;
 
         for (; u < end; u++)
@@ -515,13 +440,13 @@ static uint32_t budget_of(const pick_state *p, uint32_t *size)
 
 static void choose_slices(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth, uint32_t *work, uint8_t *chosen)
 {
-    uint32_t size, budget = budget_of(p, &size), n_slices = count_slices(p, size);
+    uint32_t size, budget = budget_of(p, &size), n_pages = listed_pages(job, p, kv_head), n_slices = count_slices(p, n_pages, size);
     bool     all = budget >= p->n_pages * HSRI_PAGE_UNITS;
     hsri_top top;
 
     if (p->settings->selector == HSRI_SELECT_CLASSIC && !all)
         keep_coarse(job, p, kv_head, worth, work);
-    weigh_slices(p, size, n_slices, worth);
+    weigh_slices(p, n_pages, size, n_slices, worth);
     if (p->settings->selector == HSRI_SELECT_RANDOM)
         draw_slices(job, p, kv_head, n_slices, worth);
     top = hsri_top_of(worth, n_slices, all ? n_slices : budget / size, work);
@@ -530,55 +455,67 @@ static void choose_slices(const select_job *job, const pick_state *p, uint32_t k
 
         if (!hsri_top_takes(&top, worth[i]))
             continue;
-        for (u = slice_span(p, size, i, &end); u < end; u++)
+        for (u = slice_span(p, n_pages, size, i, &end); u < end; u++)
             chosen[u / HSRI_PAGE_UNITS] |= (uint8_t)(1u << u % HSRI_PAGE_UNITS);
     }
 }
 
-static uint32_t write_list(const select_job *job, const pick_state *p, const uint8_t *chosen, uint32_t *units)
+static uint32_t write_list(const select_job *job, const pick_state *p, uint32_t kv_head, const uint8_t *chosen, uint32_t *units)
 {
     uint32_t n = 0;
 
-    for (uint32_t page = 0; page < p->n_pages; page++)
+    for (uint32_t page = 0; page < listed_pages(job, p, kv_head); page++)
         for (uint32_t bits = chosen[page]; bits; bits &= bits - 1) {
             assert(n < job->stride);
-            units[n++] = (p->first_page + page) * HSRI_PAGE_UNITS + (uint32_t)__builtin_ctz(bits);
+            units[n++] = (p->first_page + listed_page(job, p, kv_head, page)) * HSRI_PAGE_UNITS + (uint32_t)__builtin_ctz(bits);
         }
-    (void)job;
     return n;
 }
 
-static void write_covered(const select_job *job, const pick_state *p, uint32_t kv_head, const uint32_t *units, uint32_t n)
+/* Mass of the units that were chosen, in the measure's own. */
+static double chosen_mass(const select_job *job, const pick_state *p, uint32_t kv_head, const measure *m, const uint8_t *chosen)
+{
+    double sum = 0.0;
+
+    for (uint32_t page = 0; page < listed_pages(job, p, kv_head); page++)
+        for (uint32_t bits = chosen[page]; bits; bits &= bits - 1)
+            sum += (double)(m->mass[page * HSRI_PAGE_UNITS + (uint32_t)__builtin_ctz(bits)] * chunk_factor(m, page / HSRI_SCORE_PAGES));
+    return sum;
+}
+
+/* Clusters that were not taken count with the mass of their centres. */
+static double mass_of_rest(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head, const measure *m)
+{
+    const double *rest = p->n_segments ? job->rest + 2 * ((uint64_t)(p->first_vote + vote) * job->n_heads + head) : NULL;
+
+    return rest && rest[0] > 0.0 ? rest[0] * exp(rest[1] - (double)m->top) : 0.0;
+}
+
+static void write_covered(const select_job *job, const pick_state *p, uint32_t kv_head, const uint8_t *chosen, uint32_t n)
 {
     for (uint32_t vote = 0; vote < p->n_votes; vote++) {
         for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
-            float *covered = job->covered + (uint64_t)row_of_vote(p, vote) * job->n_heads + h;
-            double seen;
+            float  *covered = job->covered + (uint64_t)row_of_vote(p, vote) * job->n_heads + h;
             measure m;
 
             *covered = n == p->n_pages * HSRI_PAGE_UNITS ? 1.0f : NAN;
             if (*covered == 1.0f || !p->scored)
                 continue;
             m = measure_of(job, p, vote, h);
-            seen = m.exact;
-            for (uint32_t i = 0; i < n; i++) {
-                uint32_t u = units[i] - p->first_page * HSRI_PAGE_UNITS;
-
-                seen += (double)(m.mass[u] * chunk_factor(&m, u / CHUNK_UNITS));
-            }
-            *covered = (float)(seen / m.all);
+            *covered = (float)((m.exact + chosen_mass(job, p, kv_head, &m, chosen)) / (m.all + mass_of_rest(job, p, vote, h, &m)));
         }
     }
 }
 
 /* What was chosen is attended; only the rest counts as virtual tokens. */
-static void clear_chosen(const select_job *job, const pick_state *p, uint32_t kv_head, const uint32_t *units, uint32_t n)
+static void clear_chosen(const select_job *job, const pick_state *p, uint32_t kv_head, const uint8_t *chosen)
 {
     for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
         float *mass = job->mass + mass_at(job, p, 0, h);
 
-        for (uint32_t i = 0; i < n; i++)
-            mass[units[i] - p->first_page * HSRI_PAGE_UNITS] = 0.0f;
+        for (uint32_t page = 0; page < listed_pages(job, p, kv_head); page++)
+            for (uint32_t bits = chosen[page]; bits; bits &= bits - 1)
+                mass[page * HSRI_PAGE_UNITS + (uint32_t)__builtin_ctz(bits)] = 0.0f;
     }
 }
 
@@ -602,18 +539,20 @@ static void choose_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
             choose_forced(job, p, kv_head, job->worth + at, chosen);
             choose_slices(job, p, kv_head, job->worth + at, job->work + at, chosen);
         }
-        job->counts[list] = write_list(job, p, chosen, units);
-        write_covered(job, p, kv_head, units, job->counts[list]);
+        job->counts[list] = write_list(job, p, kv_head, chosen, units);
+        write_covered(job, p, kv_head, chosen, job->counts[list]);
         if (p->virtual_tokens)
-            clear_chosen(job, p, kv_head, units, job->counts[list]);
+            clear_chosen(job, p, kv_head, chosen);
     }
 }
 
 /* ---- weigh and finish: virtual tokens ---- */
 
+static uint32_t spans_of(const pick_state *p) { return (uint32_t)hsri_div_up(p->n_chunks, SPAN_CHUNKS); }
+
 static uint64_t weigh_items(const select_job *job, const pick_state *p)
 {
-    return p->virtual_tokens ? (uint64_t)job->kv->n_kv_heads * hsri_div_up(p->n_pages, SPAN_PAGES) : 0;
+    return p->virtual_tokens ? (uint64_t)job->kv->n_kv_heads * spans_of(p) : 0;
 }
 
 /* Sums of a span of one head: { mass, value[d] }. Heads are neighbours. */
@@ -624,19 +563,18 @@ static float *means_at(const select_job *job, const pick_state *p, uint32_t head
 
 static void weigh_span(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t span)
 {
-    const uint32_t head = kv_head * job->heads_per_kv, d = job->kv->head_dim;
+    const uint32_t head = kv_head * job->heads_per_kv, d = job->kv->head_dim, n_chunks = chunks_of(job, p, kv_head);
     const uint8_t *entries[HSRI_SCORE_PAGES];
     float          tops[HSRI_ATTEND_MAX_QUERIES], factors[HSRI_ATTEND_MAX_QUERIES];
 
     for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
-        uint32_t n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES,
-                                              job->heads_per_kv - h0), last = (uint32_t)hsri_min((span + 1) * SPAN_CHUNKS, p->n_chunks);
+        uint32_t n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
 
         memset(means_at(job, p, head + h0, span), 0, (uint64_t)n_heads * (1 + d) * sizeof(float));
         for (uint32_t h = 0; h < n_heads; h++)
-            tops[h] = highest(job->raised + chunk_at(job, p, 0, head + h0 + h), p->n_chunks);
-        for (uint32_t i = span * SPAN_CHUNKS; i < last; i++) {
-            uint32_t n = (uint32_t)hsri_min(HSRI_SCORE_PAGES, p->n_pages - i * HSRI_SCORE_PAGES);
+            tops[h] = highest(job->raised + chunk_at(job, p, 0, head + h0 + h), n_chunks);
+        for (uint32_t i = span * SPAN_CHUNKS; i < hsri_min((span + 1) * SPAN_CHUNKS, n_chunks); i++) {
+            uint32_t n = pages_of_chunk(job, p, kv_head, i);
 
             find_entries(job, p, kv_head, i * HSRI_SCORE_PAGES, n, entries);
             for (uint32_t h = 0; h < n_heads; h++)
@@ -657,7 +595,7 @@ static void weigh_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
     for (uint64_t item = first; item < end; item++) {
         uint64_t          i = item;
         const pick_state *p = find_pick(job, &i, weigh_items);
-        uint32_t          n_spans = (uint32_t)hsri_div_up(p->n_pages, SPAN_PAGES);
+        uint32_t          n_spans = spans_of(p);
 
         weigh_span(job, p, (uint32_t)(i / n_spans), (uint32_t)(i % n_spans));
     }
@@ -666,7 +604,7 @@ static void weigh_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
 /* A partial of mass exp(m), l = 1; empty if nothing was left over. */
 static void finish_head(const select_job *job, const pick_state *p, uint32_t head)
 {
-    uint32_t d = job->kv->head_dim, n_spans = (uint32_t)hsri_div_up(p->n_pages, SPAN_PAGES);
+    uint32_t d = job->kv->head_dim, n_spans = spans_of(p);
     float   *part = job->virtual_part + ((uint64_t)p->row * job->n_heads + head) * (2 + d), mass;
 
     memset(part, 0, (2 + d) * sizeof *part);
@@ -677,7 +615,7 @@ static void finish_head(const select_job *job, const pick_state *p, uint32_t hea
         const float *about = p->seq->index_shape.kind == HSRI_INDEX_SKETCH
                                  ? hsri_cpu_calibration(job->dev, job->kv, job->layer, head / job->heads_per_kv).mean_v : NULL;
 
-        part[0] = reference_of(job, p->row, head) + highest(job->raised + chunk_at(job, p, 0, head), p->n_chunks) + logf(mass);
+        part[0] = reference_of(job, p->row, head) + highest(job->raised + chunk_at(job, p, 0, head), chunks_of(job, p, head / job->heads_per_kv)) + logf(mass);
         part[1] = 1.0f;
         for (uint32_t j = 0; j < d; j++)
             part[2 + j] = part[2 + j] / mass + (about ? about[j] : 0.0f);
@@ -723,6 +661,7 @@ static pick_state describe_pick(const select_job *job, const hsri_seq *seqs, con
     pick_state p = { .seq = &seqs[seq], .settings = &settings[seq], .pick = i, .row = picks[i].row, .n_rows = picks[i].n_rows,
                      .n_votes = (uint32_t)hsri_div_up(picks[i].n_rows, HSRI_PICK_STRIDE) };
     bool       index = p.seq->index_shape.kind != HSRI_INDEX_NONE;
+    uint32_t   size;
 
     p.first_page = p.seq->sink_pages;
     p.n_pages = page + 1 > p.seq->window_pages + p.first_page ? page + 1 - p.seq->window_pages - p.first_page : 0;
@@ -731,6 +670,7 @@ static pick_state describe_pick(const select_job *job, const hsri_seq *seqs, con
     /* Bounds are no estimates: virtual tokens would weigh far too much. */
     p.virtual_tokens = p.n_rows == 1 && p.n_pages > 0 && index && (p.settings->flags & HSRI_SPARSE_VIRTUAL) &&
                        p.settings->selector != HSRI_SELECT_MINMAX;
+    p.n_segments = hsri_cpu_cluster_segments(&p, budget_of(&p, &size));
     return p;
 }
 
@@ -739,14 +679,17 @@ static uint64_t score_cost(const select_job *job)
     uint64_t n = 0;
 
     for (uint32_t i = 0; i < job->n_picks; i++)
-        n += job->picks[i].scored ? (uint64_t)job->picks[i].n_pages * HSRI_PAGE_UNITS * job->picks[i].n_votes : 0;
+        n += job->picks[i].scored ? (uint64_t)job->picks[i].n_chunks * HSRI_SCORE_PAGES * HSRI_PAGE_UNITS * job->picks[i].n_votes : 0;
     return n * job->n_heads * UNIT_NS;
 }
 
-static void run_batch(hsri_cpu_device *dev, const select_job *job)
+static void run_batch(hsri_cpu_device *dev, select_job *job)
 {
-    uint64_t n_units = job->max_units * job->n_picks, weighing = all_items(job, weigh_items);
+    uint64_t n_units = job->max_units * job->n_picks, weighing;
 
+    if (job->tokens)
+        hsri_cpu_cluster_list(dev, job);
+    weighing = all_items(job, weigh_items);
     hsri_cpu_run_items(dev, all_items(job, score_items), score_cost(job), score_run, job);
     hsri_cpu_run_items(dev, all_items(job, choose_items), n_units * job->kv->n_kv_heads * CHOOSE_NS, choose_run, job);
     hsri_cpu_run_items(dev, weighing, weighing * job->heads_per_kv * SPAN_PAGES * job->kv->head_dim / 16, weigh_run, job);
@@ -776,6 +719,7 @@ static void cpu_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
 
     for (uint32_t i = 0; i < lists->n_picks;) {
         uint32_t n_votes = 0, max_pages = 0;
+        bool     clusters = false;
 
         for (job.n_picks = 0; i < lists->n_picks; i++) {
             pick_state p = describe_pick(&job, seqs, settings, all, i);
@@ -785,12 +729,12 @@ static void cpu_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
             p.first_vote = n_votes;
             n_votes += p.n_votes;
             max_pages = (uint32_t)hsri_max(max_pages, p.n_pages);
+            clusters |= p.n_segments > 0;
             job.picks[job.n_picks++] = p;
             clear_rows(&job, &p);
         }
-        place_scratch(&job, hsri_cpu_at(dev, scratch, scratch_floats(n_votes, n_heads, kv->n_kv_heads, kv->head_dim,
-                                                                     max_pages) * sizeof(float)),
-                      n_votes, max_pages);
+        place_scratch(&job, hsri_cpu_at(dev, scratch, hsri_select_scratch(n_votes, 0, n_heads, kv->n_kv_heads, kv->head_dim, max_pages, clusters)),
+                      n_votes, max_pages, clusters);
         run_batch(dev, &job);
     }
 }

@@ -31,6 +31,7 @@ typedef struct hsri_score_args {
     const float    *rotated;        /* [n_heads][d], in the calibrated basis: the sketch alone */
     const float    *reference;      /* [n_heads] */
     const float    *mean_k;         /* [d]: what the sketch's mean keys are told about */
+    const uint64_t *tokens;         /* the sketch alone: [n_pages] which tokens count, bit by position; NULL: all */
     float          *mass;           /* [n_heads] rows of 4 n_pages units */
     uint64_t        mass_stride;    /* floats between rows */
 } hsri_score_args;
@@ -60,6 +61,15 @@ static inline hsri_index_layout hsri_index_layout_of(const hsri_index_shape *s)
 static inline uint32_t hsri_sketch_token(uint32_t line, uint32_t lane)
 {
     return lane / 4 * HSRI_UNIT_TOKENS + line * 4 + lane % 4;
+}
+
+/* Of a page's tokens, those of a line, lane by lane. */
+static inline uint32_t hsri_sketch_line(uint64_t tokens, uint32_t line)
+{
+    uint64_t lanes = tokens >> 4 * line & 0x000F000F000F000Fu;
+
+    lanes = (lanes | lanes >> 12) & 0x000000FF000000FFu;
+    return (uint32_t)((lanes | lanes >> 24) & 0xFFFFu);
 }
 
 typedef struct hsri_sparse_kernels {

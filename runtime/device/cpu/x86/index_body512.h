@@ -229,7 +229,7 @@ static inline __m512 exp2_16(__m512 x)
 }
 
 /* Sums over tokens of the masses of n heads; sums[h] lane 4u + i is a part of unit u's. */
-INLINE void page_sums(const sketch_shape *s, const uint8_t *entry, const page_work *work, uint32_t n, __m512 *sums)
+INLINE void page_sums(const sketch_shape *s, const uint8_t *entry, uint64_t tokens, const page_work *work, uint32_t n, __m512 *sums)
 {
     const __m512i low4 = _mm512_set1_epi8(15), low2 = _mm512_set1_epi8(3);
     __m512        sum[HEADS];
@@ -238,9 +238,12 @@ INLINE void page_sums(const sketch_shape *s, const uint8_t *entry, const page_wo
         sum[h] = _mm512_setzero_ps();
     for (uint32_t line = 0; line < HSRI_PAGE_UNITS; line++) {
         const uint8_t *codes = entry + s->at.codes + line * 64;
+        __mmask16      lanes = (__mmask16)hsri_sketch_line(tokens, line);
         __m512i        acc[HEADS];
         uint32_t       quad = 0;
 
+        if (!lanes)
+            continue;
         UNROLL for (uint32_t h = 0; h < n; h++)
             acc[h] = _mm512_setzero_si512();
         for (; quad < s->quads_4bit; quad += 2, codes += 256) {
@@ -263,8 +266,8 @@ INLINE void page_sums(const sketch_shape *s, const uint8_t *entry, const page_wo
             }
         }
         UNROLL for (uint32_t h = 0; h < n; h++)
-            sum[h] = _mm512_add_ps(sum[h], exp2_16(_mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[h]), _mm512_set1_ps(work->step[h]),
-                                                                   _mm512_set1_ps(work->base[h]))));
+            sum[h] = _mm512_mask_add_ps(sum[h], lanes, sum[h], exp2_16(_mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[h]), _mm512_set1_ps(work->step[h]),
+                                                                                       _mm512_set1_ps(work->base[h]))));
     }
     UNROLL for (uint32_t h = 0; h < n; h++)
         sums[h] = sum[h];
@@ -285,13 +288,14 @@ static inline void store_masses(const hsri_score_args *a, const __m512 *sums, ui
 }
 
 #define SUMS_CASE(count) \
-    case count: page_sums(s, entry, &work, count, sums); break;
+    case count: page_sums(s, entry, tokens, &work, count, sums); break;
 
 /* Heads [h0, h0 + n) of the call, which are `heads`, and one page. */
 static void score_page(const sketch_shape *s, const hsri_score_args *a, const sketch_heads *heads, uint32_t h0, uint32_t n, uint32_t page,
                        const float *inverse, const __m512i *middles)
 {
     const uint8_t *entry = a->entries[page];
+    const uint64_t tokens = a->tokens ? a->tokens[page] : UINT64_MAX;
     __m512i        shares[MAX_BLOCKS];
     __m512         sums[HEADS];
     page_work      work;
@@ -303,7 +307,7 @@ static void score_page(const sketch_shape *s, const hsri_score_args *a, const sk
     while ((h += 4) < n);
     switch (n) {
     SUMS_CASE(1) SUMS_CASE(2) SUMS_CASE(3) SUMS_CASE(4) SUMS_CASE(5) SUMS_CASE(6) SUMS_CASE(7)
-    default: page_sums(s, entry, &work, 8, sums); break;
+    default: page_sums(s, entry, tokens, &work, 8, sums); break;
     }
     for (h = n; h % 4; h++)
         sums[h] = _mm512_setzero_ps();

@@ -1,0 +1,371 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Clusters before tokens (docs/sparse-attention.md): which tokens of whole segments `select` looks at. Two loops:
+ *
+ *   survey   masses of all clusters, for each voting row and head; items are segments of kv heads
+ *   list     the clusters worth most, as many as the candidates allow; then the pages that hold their tokens, forced pages, and the pages
+ *            behind the last whole segment; items are kv heads of picks
+ *
+ * The loops of sparse.c then go on as if those pages were all there are. */
+#include "device/cpu/sparse_job.h"
+#include "device/cpu/sparse_select.h"
+
+#include <string.h>
+
+/* Estimates for one thread. */
+#define SURVEY_NS 2000u         /* of a segment for one head */
+#define LIST_NS 2u              /* for each cluster */
+
+#define CLUSTERS HSRI_SEGMENT_CLUSTERS
+#define BLOCK 16u               /* clusters that are passed over together */
+
+uint32_t hsri_cpu_cluster_segments(const pick_state *p, uint64_t budget)
+{
+    const hsri_index_shape *shape = &p->seq->index_shape;
+    uint32_t                n = p->n_pages / HSRI_SEGMENT_PAGES;
+
+    if (p->settings->selector != HSRI_SELECT_CLUSTER || shape->kind != HSRI_INDEX_SKETCH || !shape->clusters ||
+        budget >= (uint64_t)p->n_pages * HSRI_PAGE_UNITS)
+        return 0;
+    return p->settings->candidates < (uint64_t)n * HSRI_SEGMENT_TOKENS ? n : 0;
+}
+
+/* ---- scratch ---- */
+
+static uint64_t round_up_floats(uint64_t n) { return hsri_round_up(n, 16); }
+
+uint64_t hsri_cpu_cluster_floats(uint64_t n_votes, uint64_t n_heads, uint64_t n_kv_heads, uint64_t n_pages)
+{
+    uint64_t segments = n_pages / HSRI_SEGMENT_PAGES, rows = n_votes * n_heads, lists = n_votes * n_kv_heads;
+
+    return 32 + round_up_floats(2 * lists * n_pages) + round_up_floats(4 * rows) + rows * segments * (CLUSTERS + 2) +
+           lists * (segments * 4 * CLUSTERS + n_pages + 1);
+}
+
+void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes)
+{
+    uint64_t rows = (uint64_t)n_votes * job->n_heads, lists = (uint64_t)n_votes * job->kv->n_kv_heads, n_pages = job->max_units / HSRI_PAGE_UNITS;
+    float   *next = (float *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
+
+    job->max_segments = n_pages / HSRI_SEGMENT_PAGES;
+    job->tokens = (uint64_t *)next;
+    next += round_up_floats(2 * lists * n_pages);
+    job->rest = (double *)next;
+    next += round_up_floats(4 * rows);
+    job->cluster_mass = next;
+    next += rows * job->max_segments * CLUSTERS;
+    job->cluster_worth = next;
+    next += lists * job->max_segments * CLUSTERS;
+    job->cluster_work = (uint32_t *)next;
+    next += lists * job->max_segments * 3 * CLUSTERS;
+    job->cluster_sums = next;
+    next += rows * job->max_segments;
+    job->cluster_raised = next;
+    next += rows * job->max_segments;
+    job->pages = (uint32_t *)next;
+    job->n_listed = job->pages + lists * n_pages;
+}
+
+/* Segments of a head in a vote begin here. */
+static uint64_t segments_at(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
+{
+    return ((uint64_t)(p->first_vote + vote) * job->n_heads + head) * job->max_segments;
+}
+
+static const uint8_t *record_at(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
+{
+    const uint32_t *records = hsri_cpu_at(job->dev, p->seq->clusters, 0);
+    uint32_t        record = records[((uint64_t)segment * job->kv->n_layers + job->layer) * job->kv->n_kv_heads + kv_head];
+
+    return hsri_slot_at(hsri_cpu_at(job->dev, (hsri_ref){ .buf = job->kv->pool_buf }, 0), record, hsri_cluster_slot_bytes(&p->seq->index_shape));
+}
+
+/* ---- survey ---- */
+
+static uint64_t survey_items(const select_job *job, const pick_state *p) { return (uint64_t)job->kv->n_kv_heads * p->n_segments; }
+
+/* As the masses of tokens: a head whose masses are at their limit is scored again by a higher reference. */
+static void survey_raised(const select_job *job, hsri_cluster_score_args a, uint32_t h, uint64_t at)
+{
+    float reference = a.reference[h], raised = 0.0f, sum;
+
+    a.queries += (uint64_t)h * job->kv->head_dim;
+    a.rotated += (uint64_t)h * job->kv->head_dim;
+    a.mass += h * a.mass_stride;
+    a.n_heads = 1;
+    a.reference = &reference;
+    sum = job->dev->kernels.sparse.sum(a.mass, CLUSTERS);
+    for (uint32_t i = 0; i < MAX_RAISES && sum >= HSRI_MASS_MAX; i++) {
+        raised += RAISE;
+        reference += RAISE;
+        job->dev->kernels.sparse.cluster.score(&a);
+        sum = job->dev->kernels.sparse.sum(a.mass, CLUSTERS);
+    }
+    job->cluster_sums[at] = sum;
+    job->cluster_raised[at] = raised;
+}
+
+static void survey_vote(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote)
+{
+    uint32_t row = row_of_vote(p, vote), d = job->kv->head_dim, head = kv_head * job->heads_per_kv;
+    float    references[HSRI_ATTEND_MAX_QUERIES];
+    hsri_cluster_score_args a = { .record = record_at(job, p, kv_head, segment), .shape = &p->seq->index_shape, .scale = job->scale,
+                                  .reference = references, .mass_stride = job->max_segments * CLUSTERS };
+
+    for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
+        uint64_t query = ((uint64_t)row * job->n_heads + head + h0) * d;
+
+        a.n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
+        a.queries = job->queries + query;
+        a.rotated = job->rotated + query;
+        a.mass = job->cluster_mass + (segments_at(job, p, vote, head + h0) + segment) * CLUSTERS;
+        for (uint32_t h = 0; h < a.n_heads; h++)
+            references[h] = reference_of(job, row, head + h0 + h);
+        job->dev->kernels.sparse.cluster.score(&a);
+        for (uint32_t h = 0; h < a.n_heads; h++)
+            survey_raised(job, a, h, segments_at(job, p, vote, head + h0 + h) + segment);
+    }
+}
+
+static void survey_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const select_job *job = arg;
+
+    (void)worker;
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t          i = item;
+        const pick_state *p = find_pick(job, &i, survey_items);
+
+        for (uint32_t vote = 0; vote < p->n_votes; vote++)
+            survey_vote(job, p, (uint32_t)(i / p->n_segments), (uint32_t)(i % p->n_segments), vote);
+    }
+}
+
+/* ---- the best clusters ---- */
+
+static measure measure_clusters(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
+{
+    uint64_t at = segments_at(job, p, vote, head);
+
+    return measure_chunks(job->cluster_mass + at * CLUSTERS, job->cluster_sums + at, job->cluster_raised + at, p->n_segments,
+                          reference_of(job, row_of_vote(p, vote), head));
+}
+
+/* Worth of each cluster: its probability, summed over the voting rows and the heads of the group. */
+static void weigh_clusters(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth)
+{
+    memset(worth, 0, (uint64_t)p->n_segments * CLUSTERS * sizeof *worth);
+    for (uint32_t vote = 0; vote < p->n_votes; vote++) {
+        for (uint32_t h = 0; h < job->heads_per_kv; h++) {
+            measure m = measure_clusters(job, p, vote, kv_head * job->heads_per_kv + h);
+
+            for (uint32_t i = 0; i < p->n_segments && m.all > 0.0; i++)
+                job->dev->kernels.sparse.add_scaled(worth + (uint64_t)i * CLUSTERS, (float)(chunk_factor(&m, i) / m.all),
+                                                    m.mass + (uint64_t)i * CLUSTERS, CLUSTERS);
+        }
+    }
+}
+
+/* Clusters that may be among the best of a list. */
+typedef struct contest {
+    const select_job *job;
+    const pick_state *pick;
+    uint32_t     kv_head, n_blocks;
+    const float *worth;
+    float       *best;                          /* of each block */
+    uint32_t    *index, *bits, *weight, n;      /* of those that take part: number, worth as a word, tokens */
+} contest;
+
+static const uint16_t *starts_in(const contest *c, const uint8_t *record)
+{
+    return (const uint16_t *)(record + hsri_cluster_layout_of(&c->pick->seq->index_shape).starts);
+}
+
+/* All clusters that are worth at least so much; returns how many tokens they have. */
+static uint64_t enter(contest *c, float least)
+{
+    uint64_t tokens = 0;
+
+    c->n = 0;
+    for (uint32_t block = 0; block < c->n_blocks; block++) {
+        const uint16_t *starts;
+
+        if (c->best[block] < least)
+            continue;
+        starts = starts_in(c, record_at(c->job, c->pick, c->kv_head, block * BLOCK / CLUSTERS)) + block * BLOCK % CLUSTERS;
+        for (uint32_t i = 0; i < BLOCK; i++) {
+            uint32_t weight = c->worth[block * BLOCK + i] >= least ? starts[i + 1] - (uint32_t)starts[i] : 0;
+
+            c->index[c->n] = block * BLOCK + i;
+            c->weight[c->n] = weight;
+            memcpy(&c->bits[c->n], &c->worth[block * BLOCK + i], sizeof(uint32_t));
+            c->n += weight > 0;
+            tokens += weight;
+        }
+    }
+    return tokens;
+}
+
+/* First by a bar that as many clusters reach as there would be of the usual size: that leaves few. If they have too few tokens, all enter. */
+static uint64_t enter_best(contest *c, uint32_t limit)
+{
+    uint32_t want = limit / (HSRI_SEGMENT_TOKENS / CLUSTERS) + 1;
+    uint64_t tokens;
+    hsri_top top;
+    float    least;
+
+    for (uint32_t block = 0; block < c->n_blocks; block++) {
+        c->best[block] = 0.0f;
+        for (uint32_t i = 0; i < BLOCK; i++)
+            c->best[block] = c->worth[block * BLOCK + i] > c->best[block] ? c->worth[block * BLOCK + i] : c->best[block];
+    }
+    top = hsri_top_of(c->best, c->n_blocks, want, c->index);
+    memcpy(&least, &top.threshold, sizeof least);
+    tokens = enter(c, least);
+    return tokens > limit || least == 0.0f ? tokens : enter(c, 0.0f);
+}
+
+/* The worth, as a word, at which the limit is passed; *left: tokens that those of this worth may still have. Words are looked at in three
+ * parts, the highest first. */
+static uint32_t find_bar(const contest *c, uint64_t *left)
+{
+    static const uint32_t shifts[] = { 21, 10, 0 }, bins[] = { 2048, 2048, 1024 };
+    uint32_t tokens[2048], bar = 0;
+
+    for (uint32_t pass = 0; pass < 3; pass++) {
+        uint32_t bin = bins[pass] - 1, shift = shifts[pass], above = shift + (pass == 2 ? 10 : 11);
+
+        memset(tokens, 0, sizeof tokens);
+        for (uint32_t i = 0; i < c->n; i++)
+            if (above >= 32 || c->bits[i] >> above == bar >> above)
+                tokens[c->bits[i] >> shift & (bins[pass] - 1)] += c->weight[i];
+        while (bin > 0 && tokens[bin] <= *left)
+            *left -= tokens[bin--];
+        bar |= bin << shift;
+    }
+    return bar;
+}
+
+/* Take the best clusters until the next one would have too many tokens; of equals, the first ones. What is taken comes first in c->index. */
+static void take_best(contest *c, uint32_t limit)
+{
+    uint64_t left = limit;
+    uint32_t n = 0, bar = 0;
+    bool     all = enter_best(c, limit) <= limit;
+
+    if (!all)
+        bar = find_bar(c, &left);
+    for (uint32_t i = 0; i < c->n; i++) {
+        bool equal = !all && c->bits[i] == bar, fits = c->weight[i] <= left;
+
+        if (equal)
+            left = fits ? left - c->weight[i] : 0;
+        c->index[n] = c->index[i];
+        n += all || (equal ? fits : c->bits[i] > bar);
+    }
+    c->n = n;
+}
+
+/* ---- lists ---- */
+
+static void mark_tokens(const contest *c, uint64_t *tokens)
+{
+    const hsri_cluster_layout at = hsri_cluster_layout_of(&c->pick->seq->index_shape);
+
+    for (uint32_t i = 0; i < c->n; i++) {
+        uint32_t        segment = c->index[i] / CLUSTERS, k = c->index[i] % CLUSTERS;
+        const uint8_t  *record = record_at(c->job, c->pick, c->kv_head, segment);
+        const uint16_t *starts = starts_in(c, record), *positions = (const uint16_t *)(record + at.positions);
+        uint64_t       *pages = tokens + (uint64_t)segment * HSRI_SEGMENT_PAGES;
+
+        for (uint32_t j = starts[k]; j < starts[k + 1]; j++)
+            pages[positions[j] / HSRI_PAGE_TOKENS] |= 1ull << positions[j] % HSRI_PAGE_TOKENS;
+    }
+}
+
+/* Pages without tokens to look at, but forced. `listed` has room for a byte of each page. */
+static void mark_forced(const contest *c, uint8_t *listed)
+{
+    const hsri_sparse *s = c->pick->settings;
+    const uint32_t    *forced = s->n_forced ? hsri_cpu_at(c->job->dev, s->forced, 0) : NULL;
+
+    memset(listed, 0, c->pick->n_pages);
+    if (forced)
+        forced += ((uint64_t)c->job->layer * c->job->kv->n_kv_heads + c->kv_head) * s->n_forced;
+    for (uint32_t i = 0; i < s->n_forced && forced; i++)
+        if (forced[i] >= c->pick->first_page && forced[i] - c->pick->first_page < c->pick->n_pages)
+            listed[forced[i] - c->pick->first_page] = 1;
+}
+
+static uint32_t write_pages(const pick_state *p, const uint8_t *forced, uint64_t *tokens, uint32_t *pages)
+{
+    uint32_t n = 0;
+
+    for (uint32_t i = 0; i < p->n_pages; i++) {
+        uint64_t of_page = tokens[i];
+
+        pages[n] = i;
+        tokens[n] = of_page;
+        n += of_page != 0 || forced[i];
+    }
+    return n;
+}
+
+/* Mass of the clusters that are not taken: c->index has those that are, ascending. */
+static void write_rest(const contest *c, uint32_t vote, uint32_t head)
+{
+    measure  m = measure_clusters(c->job, c->pick, vote, head);
+    double  *rest = c->job->rest + 2 * ((uint64_t)(c->pick->first_vote + vote) * c->job->n_heads + head), taken = 0.0;
+
+    for (uint32_t i = 0; i < c->n; i++)
+        taken += (double)(m.mass[c->index[i]] * chunk_factor(&m, c->index[i] / CLUSTERS));
+    rest[0] = m.all > 0.0 ? m.all - m.exact - taken : 0.0;
+    rest[1] = (double)m.top;
+}
+
+static uint64_t list_items(const select_job *job, const pick_state *p) { return p->n_segments ? job->kv->n_kv_heads : 0; }
+
+static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const select_job *job = arg;
+
+    (void)worker;
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t          i = item;
+        const pick_state *p = find_pick(job, &i, list_items);
+        uint32_t          kv_head = (uint32_t)i, n_clusters = p->n_segments * CLUSTERS, whole = p->n_segments * HSRI_SEGMENT_PAGES;
+        uint64_t          list = list_at(job, p, kv_head), most = job->max_segments * CLUSTERS, n_pages = job->max_units / HSRI_PAGE_UNITS;
+        float            *worth = job->cluster_worth + list * most;
+        uint64_t         *tokens = job->tokens + list * n_pages;
+        uint32_t         *work = job->cluster_work + 3 * list * most;
+        contest           c = { .job = job, .pick = p, .kv_head = kv_head, .n_blocks = n_clusters / BLOCK, .worth = worth,
+                                .best = (float *)(job->work + list * job->max_units), .index = work, .bits = work + most, .weight = work + 2 * most };
+
+        weigh_clusters(job, p, kv_head, worth);
+        take_best(&c, p->settings->candidates);
+        memset(tokens, 0, whole * sizeof *tokens);
+        memset(tokens + whole, 0xff, (p->n_pages - whole) * sizeof *tokens);
+        mark_tokens(&c, tokens);
+        for (uint32_t vote = 0; vote < p->n_votes; vote++)
+            for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++)
+                write_rest(&c, vote, h);
+        mark_forced(&c, job->chosen + list * n_pages);
+        job->n_listed[list] = write_pages(p, job->chosen + list * n_pages, tokens, job->pages + list * n_pages);
+    }
+}
+
+void hsri_cpu_cluster_list(hsri_cpu_device *dev, select_job *job)
+{
+    uint64_t n_surveys = all_items(job, survey_items), n_votes = job->n_picks ? job->picks[0].n_votes : 0;
+
+    hsri_cpu_run_items(dev, n_surveys, n_surveys * n_votes * job->heads_per_kv * SURVEY_NS, survey_run, job);
+    hsri_cpu_run_items(dev, all_items(job, list_items), n_surveys * CLUSTERS * (LIST_NS + n_votes * job->heads_per_kv / 8), list_run, job);
+    for (uint32_t i = 0; i < job->n_picks; i++) {
+        pick_state *p = &job->picks[i];
+        uint64_t    most = 0;
+
+        for (uint32_t kv_head = 0; kv_head < job->kv->n_kv_heads && p->n_segments; kv_head++)
+            most = hsri_max(most, listed_pages(job, p, kv_head));
+        if (p->n_segments)
+            p->n_chunks = (uint32_t)hsri_div_up(most, HSRI_SCORE_PAGES);
+    }
+}

@@ -1,0 +1,164 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the loops of `select` share: sparse.c has those over pages, sparse_cluster.c those over clusters. */
+#ifndef HSRI_CPU_SPARSE_JOB_H
+#define HSRI_CPU_SPARSE_JOB_H
+
+#include <math.h>
+
+#include "base/array.h"
+#include "device/cpu/pages.h"
+
+#define BATCH_VOTES (HSRI_PICK_ROWS / HSRI_PICK_STRIDE)   /* a whole prompt run, or as many decode rows */
+
+/* Masses at their limit say that the head's reference is too low for this chunk. It is raised by less than the range of masses, so that
+ * what
+ * was at the limit stays in sight; after so many times, logits are no numbers to attend by. */
+#define RAISE 64.0f
+#define MAX_RAISES 128u
+
+typedef struct pick_state {
+    const hsri_seq    *seq;
+    const hsri_sparse *settings;
+    uint32_t pick;                     /* index among all */
+    uint32_t row, n_rows, n_votes;
+    uint32_t first_page, n_pages;      /* selectable */
+    uint32_t n_chunks;
+    uint32_t first_vote;               /* within the batch */
+    bool     scored;                   /* there are masses, exact or estimated */
+    bool     virtual_tokens;
+    uint32_t n_segments;               /* whose clusters say which tokens are looked at; 0: all are */
+} pick_state;
+
+typedef struct select_job {
+    const hsri_cpu_device *dev;
+    const hsri_row    *rows;
+    const hsri_kv_view *kv;
+    const float       *queries, *rotated, *acc;
+    uint32_t          *units, *counts;
+    float             *virtual_part, *covered;
+    uint32_t           layer, n_heads, heads_per_kv, stride;
+    float              scale;
+    pick_state         picks[BATCH_VOTES];
+    uint32_t           n_picks;
+    /* The scratch, in steps of the longest sequence of the batch. */
+    uint64_t           max_units, max_chunks, max_spans;
+    float             *mass;           /* [vote][head][units] */
+    float             *sums;           /* [vote][head][chunks] of the masses */
+    float             *raised;         /* [vote][head][chunks]: by how much the reference was raised */
+    float             *worth;          /* [pick][kv head][units] */
+    uint32_t          *work;           /* [pick][kv head][units] */
+    float             *means;          /* [pick][spans][head]{ mass, value[d] } */
+    uint8_t           *chosen;         /* [pick][kv head][pages], a bit for each unit */
+    /* For picks with clusters; NULL if none has. Pages are then those of the list, everywhere above. */
+    uint64_t           max_segments;
+    uint64_t          *tokens;         /* [pick][kv head][pages] which tokens of a page are looked at */
+    uint32_t          *pages;          /* [pick][kv head][pages] the list: numbers among the selectable pages */
+    uint32_t          *n_listed;       /* [pick][kv head] */
+    float             *cluster_mass;   /* [vote][head][segments][clusters] */
+    float             *cluster_sums, *cluster_raised;   /* [vote][head][segments] */
+    float             *cluster_worth;  /* [pick][kv head][segments][clusters] */
+    uint32_t          *cluster_work;   /* [pick][kv head][segments][clusters][3] */
+    double            *rest;           /* [vote][head]{ mass of the clusters not taken, its measure as `raised` } */
+} select_job;
+
+static inline uint32_t row_of_vote(const pick_state *p, uint32_t vote) { return p->row + vote * HSRI_PICK_STRIDE; }
+
+/* Where the masses of a head in a vote begin, and its chunks. */
+static inline uint64_t mass_at(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
+{
+    return ((uint64_t)(p->first_vote + vote) * job->n_heads + head) * job->max_units;
+}
+
+static inline uint64_t chunk_at(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
+{
+    return ((uint64_t)(p->first_vote + vote) * job->n_heads + head) * job->max_chunks;
+}
+
+static inline uint64_t list_at(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    return (uint64_t)p->first_vote * job->kv->n_kv_heads + kv_head;
+}
+
+/* Log of the mass that a head reads exactly; NaN if there is none or it is not a number. */
+static inline float reference_of(const select_job *job, uint32_t row, uint32_t head)
+{
+    const float *acc = job->acc + ((uint64_t)row * job->n_heads + head) * (2 + job->kv->head_dim);
+    float        reference = acc[0] + logf(acc[1]);
+
+    return isfinite(reference) ? reference : NAN;
+}
+
+/* Pages whose units compete, and the number of one of them among the selectable pages. */
+static inline uint32_t listed_pages(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    return p->n_segments ? job->n_listed[list_at(job, p, kv_head)] : p->n_pages;
+}
+
+static inline uint32_t listed_page(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t i)
+{
+    return p->n_segments ? job->pages[list_at(job, p, kv_head) * (job->max_units / HSRI_PAGE_UNITS) + i] : i;
+}
+
+/* Which pick item i belongs to, when each has `per_pick(p)` of them; i becomes the number within it. */
+static inline const pick_state *find_pick(const select_job *job, uint64_t *i, uint64_t (*per_pick)(const select_job *, const pick_state *))
+{
+    const pick_state *p = job->picks;
+
+    while (*i >= per_pick(job, p))
+        *i -= per_pick(job, p++);
+    return p;
+}
+
+static inline uint64_t all_items(const select_job *job, uint64_t (*per_pick)(const select_job *, const pick_state *))
+{
+    uint64_t n = 0;
+
+    for (uint32_t i = 0; i < job->n_picks; i++)
+        n += per_pick(job, &job->picks[i]);
+    return n;
+}
+
+/* How the masses of one head of a vote compare: those of chunk i times exp(raised[i] - top) are in one measure, in which all of them and
+ * the exact mass are `all` together. A head that is not a number has all = NaN. */
+typedef struct measure {
+    const float *mass, *sums, *raised;
+    float  top;
+    double all, exact;
+} measure;
+
+static inline float factor_of(float raised, float top) { return raised == top ? 1.0f : expf(raised - top); }
+static inline float chunk_factor(const measure *m, uint32_t i) { return factor_of(m->raised[i], m->top); }
+
+static inline float highest(const float *raised, uint32_t n)
+{
+    float top = 0.0f;
+
+    for (uint32_t i = 0; i < n; i++)
+        top = raised[i] > top ? raised[i] : top;
+    return top;
+}
+
+static inline measure measure_chunks(const float *mass, const float *sums, const float *raised, uint32_t n_chunks, float reference)
+{
+    measure m = { mass, sums, raised, highest(raised, n_chunks), 0.0, 0.0 };
+
+    m.exact = isnan(reference) ? (double)NAN : exp(-(double)m.top);
+    m.all = m.exact;
+    for (uint32_t i = 0; i < n_chunks; i++)
+        m.all += (double)(m.sums[i] * chunk_factor(&m, i));
+    return m;
+}
+
+/* ---- sparse_cluster.c ---- */
+
+/* Floats of scratch for picks with clusters, and where they are; the scratch is 64-byte aligned. */
+uint64_t hsri_cpu_cluster_floats(uint64_t n_votes, uint64_t n_heads, uint64_t n_kv_heads, uint64_t n_pages);
+void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes);
+
+/* Whole segments of the pick whose clusters are to be looked at before their tokens; 0: none, since all tokens may be. */
+uint32_t hsri_cpu_cluster_segments(const pick_state *p, uint64_t budget);
+
+/* Lists of pages, and which of their tokens to look at, of all picks with clusters; and their n_chunks. */
+void hsri_cpu_cluster_list(hsri_cpu_device *dev, select_job *job);
+
+#endif
