@@ -5,8 +5,13 @@ from __future__ import annotations
 
 import ast
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+
+
+# Some versions of Python miscount the depth of trees that several threads parse at a time, and raise SystemError.
+_parsing = threading.Lock()
 
 
 def library_docstrings(characters: int) -> str:
@@ -24,7 +29,8 @@ def library_docstrings(characters: int) -> str:
 
 def _docstrings(path: Path) -> Iterator[str]:
     try:
-        tree = ast.parse(path.read_bytes())
+        with _parsing:
+            tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return
     for node in ast.walk(tree):

@@ -50,8 +50,8 @@ class Profile:
     """The rule that chooses; auto is sketch for a calibrated model, else minmax."""
     virtual_tokens: bool = True
     """What is not read counts with its estimated weight and its mean value (selectors sketch and cluster)."""
-    forced_history: int = 10
-    """Pages of the highest attention so far that are always read, beside the budget."""
+    forced_history: int = 0
+    """Pages of the highest attention so far that are always read, beside the budget. Not in this version: only 0 works."""
     candidates: int = 0
     """cluster: tokens whose sketches are scored; 0 is 4096."""
     dense_below: int = 0
@@ -242,7 +242,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 PRESETS = {
     "exact": Profile(mode="dense"),
     "balanced": Profile(budget=1024, dense_below=4096),
-    "fast": Profile(budget=512, forced_history=0, prefill_budget=2048, prefill_dense_below=32768),
+    "fast": Profile(budget=512, prefill_budget=2048, prefill_dense_below=32768),
     "long-document": Profile(selector="cluster", budget=2048, candidates=8192, dense_below=8192, prefill_budget=4096),
     "chat": Profile(budget=1024, dense_below=8192, prefill_dense_below=16384, prefill_budget=4096),
     "classic": Profile(selector="classic", budget=32768, slice_size=64, virtual_tokens=False, dense_below=4096),

@@ -44,12 +44,15 @@ static void unpin_from(hsri_holder *h, pins *p, size_t n)
         hsri_body_unpin(h->tiers, p->bodies[--p->n]);
 }
 
+/* Without a list to put it in: HSR_AGAIN if the page is not in memory. */
 static hsr_status pin(hsri_holder *h, pins *p, uint32_t seq, uint32_t page, uint32_t layer, uint32_t head, bool wait, hsr_error *err)
 {
     const hsri_cache *cache = h->step.caches[seq];
     uint32_t body = hsri_cache_body(cache, page, layer, head);
     if (body == HSRI_NO_BODY)
         return HSR_OK;
+    if (!p)
+        return hsri_body_entry(h->tiers, body) == HSRI_NO_SLOT ? HSR_AGAIN : HSR_OK;
     if (!hsri_grow((void **)&p->bodies, &p->bodies_cap, p->n + 1, sizeof *p->bodies) ||
         !hsri_grow((void **)&p->places, &p->places_cap, p->n + 1, sizeof *p->places))
         return hsri_fail(err, HSR_E_NOMEM, "out of memory for a list of %zu pages", p->n + 1);
@@ -113,9 +116,11 @@ static hsr_status arrive(hsri_holder *h, hsr_error *err)
     return HSR_OK;
 }
 
-/* Pages may leave from here on, so what reads or writes them must be done: the step's own encoding, at first. */
+/* Pages may leave from here on, so what reads or writes them must be done: the step's own encoding, at first. Takes in what has
+ * arrived meanwhile. */
 static hsr_status be_quiet(hsri_holder *h, hsr_error *err)
 {
+    hsri_tiers_take_in(h->tiers);
     if (h->quiet)
         return HSR_OK;
     h->quiet = true;
@@ -151,16 +156,16 @@ static hsr_status pin_group_of(hsri_holder *h, pins *p, uint32_t seq, uint32_t p
 /* Pin a group of all sequences of the span, or nothing. */
 static hsr_status pin_group(hsri_holder *h, pins *p, uint32_t layer, uint32_t group, bool wait, bool *more, hsr_error *err)
 {
-    size_t before = p->n;
+    size_t before = p ? p->n : 0;
     for (uint32_t row = h->first_row, end = h->first_row + h->n_rows; row < end; row++) {
         const hsri_row *r = &h->step.rows[row];
         if (row + 1 < end && h->step.rows[row + 1].seq == r->seq)
             continue;               /* the last row of a sequence reads the most */
         hsr_status status = pin_group_of(h, p, r->seq, r->pos, layer, group, wait, more, err);
-        if (status != HSR_OK) {
+        if (status != HSR_OK && p)
             unpin_from(h, p, before);
+        if (status != HSR_OK)
             return status;
-        }
     }
     return HSR_OK;
 }
@@ -186,21 +191,25 @@ static void look_ahead(hsri_holder *h, uint32_t layer, uint32_t group)
     }
 }
 
-/* How many groups a wave has at most. Where reading goes on while computing, waves are short: the next one is under way meanwhile. */
-static uint32_t wave_end(const hsri_holder *h, uint32_t g0, uint32_t g1, uint64_t misses)
+/* Does group g, which is or is not here, still belong to a wave that began at g0 with a group that was or was not? With reading ahead, what
+ * is here is computed while the rest arrives; and where nothing is here, a few groups are waited for together. */
+static bool in_wave(const hsri_holder *h, uint32_t g0, bool first_here, uint32_t g, bool here)
 {
-    bool reading = hsri_tiers_misses(h->tiers) > misses;
-    return reading && h->depth ? (uint32_t)hsri_min(g1, (uint64_t)g0 + h->depth) : g1;
+    if (g == g0 || h->depth == 0)
+        return true;
+    return first_here ? here : g - g0 < h->depth;
 }
 
 static hsr_status hold_dense(void *self, uint32_t layer, uint32_t g0, uint32_t *g1, hsr_error *err)
 {
     hsri_holder *h = self;
     HSRI_TRY(be_quiet(h, err));
-    uint64_t room = pin_room(h), misses = hsri_tiers_misses(h->tiers);
+    uint64_t room = pin_room(h);
+    bool more, first_here = pin_group(h, NULL, layer, g0, false, &more, NULL) == HSR_OK;
     for (uint32_t g = g0; g < *g1; g++) {
-        bool more = false;
-        hsr_status status = pin_group(h, &h->held, layer, g, false, &more, err);
+        hsr_status status = HSR_AGAIN;
+        if (in_wave(h, g0, first_here, g, pin_group(h, NULL, layer, g, false, &more, NULL) == HSR_OK))
+            status = pin_group(h, &h->held, layer, g, false, &more, err);
         if (status == HSR_AGAIN && g == g0) {
             unpin_from(h, &h->ahead, 0);    /* what is needed now goes first */
             status = pin_group(h, &h->held, layer, g, true, &more, err);
@@ -209,7 +218,6 @@ static hsr_status hold_dense(void *self, uint32_t layer, uint32_t g0, uint32_t *
             return status;
         if (status == HSR_AGAIN || h->held.n > room)
             *g1 = status == HSR_AGAIN ? g : g + 1;
-        *g1 = wave_end(h, g0, *g1, misses);
     }
     unpin_from(h, &h->ahead, 0);
     HSRI_TRY(arrive(h, err));
@@ -231,8 +239,8 @@ static hsr_status read_lists(hsri_holder *h, const hsri_lists *lists, hsr_error 
 }
 
 /* Pin one list group of one pick and head. */
-static hsr_status pin_list(hsri_holder *h, pins *p, uint32_t layer, uint32_t seq, uint32_t head, const uint32_t *units, uint32_t n, bool wait,
-                           hsr_error *err)
+static hsr_status pin_list(hsri_holder *h, pins *p, uint32_t layer, uint32_t seq, uint32_t head, const uint32_t *units, uint32_t n,
+                           bool wait, hsr_error *err)
 {
     for (uint32_t i = 0; i < n; i++) {
         uint32_t page = units[i] / HSRI_PAGE_UNITS;
@@ -251,15 +259,15 @@ static hsr_status pin_list_group(hsri_holder *h, pins *p, uint32_t layer, const 
                                  hsr_error *err)
 {
     uint32_t n_heads = h->step.caches[0]->shape->n_kv_heads, first = group * HSRI_LIST_GROUP_UNITS;
-    size_t before = p->n;
+    size_t before = p ? p->n : 0;
     for (uint32_t i = 0; i < lists->n_picks * n_heads; i++) {
         uint32_t n = h->counts[i] > first ? (uint32_t)hsri_min(h->counts[i] - first, HSRI_LIST_GROUP_UNITS) : 0;
         uint32_t seq = h->step.pick_seqs[h->first_pick + i / n_heads];
         hsr_status status = pin_list(h, p, layer, seq, i % n_heads, h->units + (size_t)i * lists->stride + first, n, wait, err);
-        if (status != HSR_OK) {
+        if (status != HSR_OK && p)
             unpin_from(h, p, before);
+        if (status != HSR_OK)
             return status;
-        }
     }
     return HSR_OK;
 }
@@ -270,9 +278,12 @@ static hsr_status hold_lists(void *self, uint32_t layer, const hsri_lists *lists
     HSRI_TRY(be_quiet(h, err));
     if (g0 == 0)
         HSRI_TRY(read_lists(h, lists, err));
-    uint64_t room = pin_room(h), misses = hsri_tiers_misses(h->tiers);
+    uint64_t room = pin_room(h);
+    bool first_here = pin_list_group(h, NULL, layer, lists, g0, false, NULL) == HSR_OK;
     for (uint32_t g = g0; g < *g1; g++) {
-        hsr_status status = pin_list_group(h, &h->held, layer, lists, g, false, err);
+        hsr_status status = HSR_AGAIN;
+        if (in_wave(h, g0, first_here, g, pin_list_group(h, NULL, layer, lists, g, false, NULL) == HSR_OK))
+            status = pin_list_group(h, &h->held, layer, lists, g, false, err);
         if (status == HSR_AGAIN && g == g0) {
             unpin_from(h, &h->ahead, 0);
             status = pin_list_group(h, &h->held, layer, lists, g, true, err);
@@ -281,7 +292,6 @@ static hsr_status hold_lists(void *self, uint32_t layer, const hsri_lists *lists
             return status;
         if (status == HSR_AGAIN || h->held.n > room)
             *g1 = status == HSR_AGAIN ? g : g + 1;
-        *g1 = wave_end(h, g0, *g1, misses);
     }
     unpin_from(h, &h->ahead, 0);
     HSRI_TRY(arrive(h, err));

@@ -145,9 +145,14 @@ hsr_status hsri_tiers_destroy(hsri_tiers *t, uint64_t wait_ms, hsr_error *err)
     return status;
 }
 
-void hsri_tiers_poll(hsri_tiers *t)
+void hsri_tiers_take_in(hsri_tiers *t)
 {
     hsri_tiers_collect(t, 0);
+}
+
+void hsri_tiers_poll(hsri_tiers *t)
+{
+    hsri_tiers_take_in(t);
     hsri_tiers_tidy(t);
 }
 
@@ -321,11 +326,6 @@ void hsri_family_tick(hsri_family *f, uint64_t n_tokens)
 }
 
 /* ---- statistics ---- */
-
-uint64_t hsri_tiers_misses(const hsri_tiers *t)
-{
-    return t->stats.misses;
-}
 
 static uint64_t wait_p99(const hsri_tiers *t)
 {

@@ -55,7 +55,10 @@ hsr_status hsri_tiers_create(const hsri_tiers_opts *opts, hsri_tiers **tiers, hs
  * then stay mapped and unused. NULL accepted. */
 hsr_status hsri_tiers_destroy(hsri_tiers *tiers, uint64_t wait_ms, hsr_error *err);
 
-/* Take in what has ended, and keep cleaning ahead: between steps. */
+/* Take in what has ended. */
+void hsri_tiers_take_in(hsri_tiers *tiers);
+
+/* The same, and keep cleaning ahead: between steps. */
 void hsri_tiers_poll(hsri_tiers *tiers);
 
 /* Some page has left its frame: tables may be stale, and pages that are read must be held. */
@@ -118,9 +121,6 @@ void hsri_body_unpin(hsri_tiers *tiers, uint32_t body);
 
 /* Wait until the pinned bodies are readable. On failure *lost is the index of one that is not. */
 hsr_status hsri_bodies_await(hsri_tiers *tiers, const uint32_t *bodies, size_t n, size_t *lost, hsr_error *err);
-
-/* Pages so far that were not in memory when they were held. */
-uint64_t hsri_tiers_misses(const hsri_tiers *tiers);
 
 /* Frames that may be pinned at a time without starving what must also be in memory. */
 uint64_t hsri_tiers_pin_room(const hsri_tiers *tiers, hsri_kv_type format);

@@ -61,6 +61,9 @@ static hsr_status check(const hsr_profile *p, uint32_t n_layers, bool calibrated
         return hsri_fail(err, HSR_E_INVALID, "sparse_ratio is %g, allowed are 0 to 1", (double)p->sparse_ratio);
     HSRI_TRY(is_slice("slice_size", p->slice_size, err));
     HSRI_TRY(in_range("forced_history", p->forced_history, 0, 64, err));
+    if (p->forced_history > 0 || p->selector == HSR_SELECT_HISTORY)
+        return hsri_fail(err, HSR_E_UNSUPPORTED, "%s needs a history of attention, which this version does not keep",
+                         p->forced_history > 0 ? "forced_history above 0" : "selector history");
     HSRI_TRY(in_range("candidates", p->candidates, 0, MAX_TOKENS, err));
     HSRI_TRY(in_range("dense_below", p->dense_below, 0, INT32_MAX, err));
     HSRI_TRY(in_range("prefill_dense_below", p->prefill_dense_below, 0, INT32_MAX, err));

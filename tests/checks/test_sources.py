@@ -69,7 +69,8 @@ def test_the_rule_itself(layer, include, ok):
 def test_every_c_file_is_built():
     listed = set(re.findall(r"'((?:runtime|models)/[\w/]+\.c)'", (ROOT / "meson.build").read_text()))
     on_disk = {str(p.relative_to(ROOT)) for p in c_files("runtime", "models") if p.suffix == ".c" and "x86" not in p.parts}
-    assert listed == on_disk
+    # Those of x86/ are found by their level, and some are also named.
+    assert {name for name in listed if "/x86/" not in name} == on_disk
 
 
 def test_file_names_are_unique():

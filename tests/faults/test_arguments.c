@@ -210,7 +210,7 @@ static void test_session_options(hsr_engine *e)
     FOR_EACH(uint32_t, bad, bad_sizes)
         REFUSE(struct_size, bad);
     REFUSE(kv_format, -1);
-    REFUSE(kv_format, 3);
+    REFUSE(kv_format, 6);
     REFUSE(kv_format, INT32_MAX);
     REFUSE(context, -1);
     REFUSE(context, INT64_MIN);

@@ -20,7 +20,7 @@ from hisparse_rt.bench.rounds import Limits, Rounds, Samples
 from hisparse_rt.tools.convert import convert
 from shell import fails, run
 
-ROW_KEYS = {"work", "depth", "batch", "dtype", "kv", "ours", "peers", "ratio", "bound", "of_bound", "runs"}
+ROW_KEYS = {"work", "depth", "batch", "dtype", "kv", "ours", "peers", "ratio", "bound", "of_bound", "runs", "details"}
 
 # Of the tiny model: 2 layers, hidden 64, intermediate 96, 4 heads and 2 kv heads of 16, vocabulary 320.
 LAYER_WEIGHTS = (4 + 2 * 2) * 16 * 64 + 64 * 4 * 16 + 2 * 96 * 64 + 64 * 96

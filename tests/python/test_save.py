@@ -114,6 +114,19 @@ def test_goes_on_to_the_bit_and_computes_nothing_again(model, tmp_path, kind, le
         assert np.array_equal(got, want)
 
 
+def test_clusters_are_made_again(model, tmp_path):
+    """A whole segment of 8192 tokens: its cluster records are not in the file."""
+    profile, ids = Profile(selector="cluster", budget=128, dense_below=0), IDS * 3
+    with model.session(context=12000, beyond_trained=True, kv="bf16", profile=profile, **SMALL) as s:
+        s.append(ids[:9000])
+        s.save(tmp_path / "s")
+        want = s.logits(ids[9000:9070])
+        kind = s.stats().index_kind
+    with model.restore(tmp_path / "s", profile=profile) as r:
+        assert r.stats().index_kind == kind
+        assert np.array_equal(r.logits(ids[9000:9070]), want)
+
+
 @pytest.mark.parametrize("kv", ["bf16", "int8"])
 def test_first_token_of_a_request(model, tmp_path, kv):
     """After a request, too: its last token is held and not computed."""

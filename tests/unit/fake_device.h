@@ -26,12 +26,12 @@ typedef struct fake_device {
     hsri_device base;
     fake_buf    bufs[FAKE_BUFS];   /* id - 1 */
     uint32_t    n_bufs;            /* alive */
-    uint64_t    n_committed, n_commits, n_seals;
+    uint64_t    n_committed, n_commits, n_seals, n_clusters;
     uint64_t    n_calls, fail_at;
 } fake_device;
 
 typedef struct fake_op {
-    enum { FAKE_COPY_IN, FAKE_COPY_OUT, FAKE_COPY, FAKE_SEAL } kind;
+    enum { FAKE_COPY_IN, FAKE_COPY_OUT, FAKE_COPY, FAKE_SEAL, FAKE_CLUSTER } kind;
     hsri_ref            dst, src;
     const void         *host;
     void               *to_host;
@@ -167,6 +167,11 @@ static inline void fake_seal(hsri_queue *q, const hsri_kv_view *view, hsri_ref l
     fake_enqueue(q, (fake_op){ .kind = FAKE_SEAL, .src = list, .bytes = n * sizeof(hsri_seal), .view = view });
 }
 
+static inline void fake_cluster(hsri_queue *q, const hsri_kv_view *view, hsri_ref list, uint32_t n)
+{
+    fake_enqueue(q, (fake_op){ .kind = FAKE_CLUSTER, .src = list, .bytes = n * sizeof(hsri_cluster), .view = view });
+}
+
 /* What "encoding" does to a row here: it can be told from the plain row, and undone. */
 #define FAKE_ENCODING 0x5A5A5A5A5A5A5A5Aull
 
@@ -218,8 +223,36 @@ static inline void fake_run_seal(fake_device *fake, const fake_op *op)
             return;
 }
 
+/* A record says which entries it is made of: the first and the last of its segment. */
+static inline void fake_run_cluster(fake_device *fake, const fake_op *op)
+{
+    const hsri_cluster *list = fake_at(fake, op->src, op->bytes);
+    for (uint64_t i = 0; list && i < op->bytes / sizeof *list; i++) {
+        const hsri_index_shape *shape = &list[i].index_shape;
+        const uint64_t stride = (uint64_t)op->view->n_layers * op->view->n_kv_heads, head = (uint64_t)list[i].layer * op->view->n_kv_heads + list[i].head;
+        fake_entry *record = fake_at(fake, fake_slot(op->view, list[i].record, hsri_cluster_slot_bytes(shape)), hsri_cluster_layout_of(shape).bytes);
+        for (uint32_t j = 0; record && j < 2; j++) {
+            const uint32_t page = list[i].first_page + j * (HSRI_SEGMENT_PAGES - 1);
+            const uint64_t row = page / shape->per_slab * stride + head;
+            hsri_ref index = list[i].index;
+            index.offset += row * sizeof(uint32_t);
+            const uint32_t *slab = fake_at(fake, index, sizeof *slab);
+            hsri_ref at = fake_slot(op->view, slab ? *slab : 0, HSRI_SLAB_BYTES);
+            at.offset += (uint64_t)page % shape->per_slab * shape->entry_bytes;
+            const fake_entry *entry = fake_at(fake, at, sizeof *entry);
+            if (entry)
+                record[j] = *entry;
+        }
+        fake->n_clusters++;
+    }
+}
+
 static inline void fake_run(fake_device *fake, const fake_op *op)
 {
+    if (op->kind == FAKE_CLUSTER) {
+        fake_run_cluster(fake, op);
+        return;
+    }
     if (op->kind == FAKE_SEAL) {
         fake_run_seal(fake, op);
         return;
@@ -247,7 +280,7 @@ static inline void fake_init(fake_device *fake)
 {
     *fake = (fake_device){
         .base = {
-            .name = "fake", .ops = { .seal = fake_seal }, .alloc = fake_alloc, .reserve = fake_reserve, .commit = fake_commit,
+            .name = "fake", .ops = { .seal = fake_seal, .cluster = fake_cluster }, .alloc = fake_alloc, .reserve = fake_reserve, .commit = fake_commit,
             .decommit = fake_decommit, .free = fake_free, .copy_in = fake_copy_in, .copy_out = fake_copy_out, .copy = fake_copy,
             .wait = fake_wait,
         },

@@ -100,10 +100,9 @@ static inline double sketch_value(const hsri_index_shape *s, const uint8_t *entr
     return (*code - 1.5) * *step;
 }
 
-/* Log of the sum over a unit's tokens of exp(logit), as the entry has it. */
-static inline double unit_log_mass(const hsri_index_shape *s, const uint8_t *entry, const float *calibration, uint32_t selector,
-                                   uint32_t unit,
-                            const float *q, const float *rotated, double scale)
+/* Log of the sum over some of a unit's tokens of exp(logit), as the entry has it; `tokens` matters to the sketch alone. */
+static inline double tokens_log_mass(const hsri_index_shape *s, const uint8_t *entry, const float *calibration, uint32_t selector, uint32_t unit,
+                                     uint32_t tokens, const float *q, const float *rotated, double scale)
 {
     uint32_t     d = s->head_dim;
     const float *about = calibration ? calibration + 2 * d * d : NULL;
@@ -120,11 +119,11 @@ static inline double unit_log_mass(const hsri_index_shape *s, const uint8_t *ent
 
                 logits[t] += (double)rotated[c] * sketch_value(s, entry, c, unit * 16 + t, &step, &code);
             }
-            logits[t] *= scale;
+            logits[t] = tokens >> t & 1 ? logits[t] * scale : -INFINITY;
             most = fmax(most, logits[t]);
         }
         for (uint32_t t = 0; t < 16; t++)
-            sum += exp(logits[t] - most);
+            sum += tokens >> t & 1 ? exp(logits[t] - most) : 0;
         return most + log(sum);
     }
     for (uint32_t j = 0; j < d && selector == HSRI_SELECT_MINMAX; j++) {
@@ -137,6 +136,12 @@ static inline double unit_log_mass(const hsri_index_shape *s, const uint8_t *ent
     for (uint32_t j = 0; j < d && selector == HSRI_SELECT_GAUSSIAN; j++)
         variance += (double)q[j] * (double)q[j] * float_at(entry + 8 + 2 * d) * entry[12 + 2 * d + j];
     return scale * mean + 0.25 * scale * scale * variance + log(16);
+}
+
+static inline double unit_log_mass(const hsri_index_shape *s, const uint8_t *entry, const float *calibration, uint32_t selector, uint32_t unit,
+                                   const float *q, const float *rotated, double scale)
+{
+    return tokens_log_mass(s, entry, calibration, selector, unit, 0xffff, q, rotated, scale);
 }
 
 #endif

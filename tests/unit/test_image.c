@@ -414,6 +414,7 @@ static void test_refused_memory(hsr_model *m, hsr_engine *e, const char *file)
     const uint64_t blocks = st.hot_blocks_used;
     for (int call = 0; call < 3; call++) {
         bool failed = true;
+        int refused = 0;
         for (uint64_t n = 1; failed; n++) {
             failing_allocation = n_allocations + n;
             const hsr_status status = call == 0   ? hsr_session_restore(e, file, NULL, &r, &err)
@@ -421,10 +422,13 @@ static void test_refused_memory(hsr_model *m, hsr_engine *e, const char *file)
                                                   : hsr_plan(&info, NULL, NULL, 1, &plan, &err);
             failed = n_allocations >= failing_allocation;
             failing_allocation = 0;
-            CHECK(status == (failed ? HSR_E_NOMEM : HSR_OK) && (call > 0 || failed == !r));
+            refused += status == HSR_E_NOMEM;
+            /* The processor count can do without memory. */
+            CHECK(((status == HSR_E_NOMEM && failed) || status == HSR_OK) && (call > 0 || (status == HSR_OK) == (r != NULL)));
             CHECK(hsr_session_destroy(&r, NULL) == HSR_OK && hsr_engine_get_stats(e, &st, &err) == HSR_OK);
             CHECK(st.n_sessions == 1 && st.hot_blocks_used == blocks && st.hot_blocks_reserved == 0);
         }
+        CHECK(refused >= 2);
     }
     CHECK(hsr_session_destroy(&s, NULL) == HSR_OK);
 }

@@ -17,6 +17,7 @@
 #define KV_HEADS 2u
 #define MOST_SEQS 4u
 #define MOST_FORCED 4u
+#define MOST_SEGMENTS 2u
 #define NO_PAGE UINT32_MAX
 
 typedef struct rig {
@@ -72,6 +73,7 @@ typedef struct world {
     uint8_t *pool;
     uint64_t pool_bytes;
     uint32_t *slabs[MOST_SEQS], *pages[MOST_SEQS];
+    uint32_t  records[MOST_SEQS][MOST_SEGMENTS * LAYERS * KV_HEADS];
     float    *calibration, *queries, *rotated, *acc;
     hsri_row  rows[HSRI_PICK_ROWS];
     hsri_pick picks[MOST_SEQS];
@@ -144,6 +146,7 @@ typedef struct scenario {
     uint32_t kind, d, n_4bit, n_2bit, n_heads, sink, window, selector, slice_units, budget, n_forced, flags, run;
     uint32_t pos[MOST_SEQS];   /* of the last token of each sequence, 0: no more sequences; `run`: of the first of 128 */
     float    ratio, reach;     /* reach: size of queries */
+    uint32_t candidates;       /* 0: no clusters */
 } scenario;
 
 static world *world_new(const scenario *s, const hsri_kernels *kernels)
@@ -153,6 +156,8 @@ static world *world_new(const scenario *s, const hsri_kernels *kernels)
     *w = (world){ .d = s->d, .n_heads = s->n_heads, .sink = s->sink, .window = s->window, .reach = s->reach, .n_forced = s->n_forced,
                   .scale = 1 / sqrtf((float)s->d), .shape = shape_of(s->kind, s->d, s->n_4bit, s->n_2bit),
                   .pool_bytes = (s->selector == HSRI_SELECT_ORACLE ? 24ull : 8ull) * HSRI_BLOCK_BYTES };
+    w->shape.clusters = s->candidates > 0;
+    w->pool_bytes += s->candidates > 0 ? MOST_SEQS * HSRI_BLOCK_BYTES : 0;
     w->pool = hsri_new_aligned(w->pool_bytes, 1);
     w->calibration = malloc(LAYERS * KV_HEADS * hsri_calibration_floats(w->d) * sizeof(float));
     for (uint32_t i = 0; i < LAYERS * KV_HEADS; i++)
@@ -167,7 +172,7 @@ static world *world_new(const scenario *s, const hsri_kernels *kernels)
         w->settings[seq] = (hsri_sparse){ .selector = s->selector, .flags = s->flags, .budget_units = s->budget,
                                           .slice_units = s->slice_units,
                                           .ratio = s->ratio, .coarse_pages = 4, .fine_units = 4, .top_coarse = 5, .top_fine = 6,
-                                          .n_forced = s->n_forced, .seed = 77 };
+                                          .candidates = s->candidates, .n_forced = s->n_forced, .seed = 77 };
         for (uint32_t i = 0; i < LAYERS * KV_HEADS * MOST_FORCED; i++)
             w->forced[seq][i] = NO_PAGE;
         /* selectable ones, one of the sink, one of the window */
@@ -185,6 +190,33 @@ static world *world_new(const scenario *s, const hsri_kernels *kernels)
     for (uint32_t i = 0; i < w->n_rows * w->n_heads; i++)
         w->acc[i * (w->d + 2) + 1] = 1.5f + (float)(i % 5);
     return w;
+}
+
+/* Cluster records of all whole segments: one block for each sequence. */
+static void make_clusters(world *w, rig *r)
+{
+    hsri_kv_view kv = { .pool_buf = upload(r, w->pool, w->pool_bytes).buf, .n_layers = LAYERS, .n_kv_heads = KV_HEADS, .head_dim = w->d,
+                        .calibration = upload(r, w->calibration, LAYERS * KV_HEADS * hsri_calibration_floats(w->d) * sizeof(float)) };
+
+    for (uint32_t seq = 0; seq < w->n_seqs; seq++) {
+        uint32_t n_pages = sealed_pages(w, w->rows[w->picks[seq].row].pos), n_segments = (uint32_t)hsri_segments(n_pages, w->sink);
+        hsri_ref index = upload(r, w->slabs[seq], (n_pages / w->shape.per_slab + 1) * LAYERS * KV_HEADS * 4);
+
+        CHECK(n_segments <= MOST_SEGMENTS);
+        for (uint32_t i = 0; i < n_segments * LAYERS * KV_HEADS; i++)
+            w->records[seq][i] = (8 + seq) << 8 | i;
+        for (uint32_t i = 0; i < n_segments * KV_HEADS; i++) {
+            hsri_cluster one = { .index = index, .first_page = w->sink + i / KV_HEADS * HSRI_SEGMENT_PAGES, .layer = LAYER, .head = (uint16_t)(i % KV_HEADS),
+                                 .record = w->records[seq][(i / KV_HEADS * LAYERS + LAYER) * KV_HEADS + i % KV_HEADS], .index_shape = w->shape };
+
+            r->dev->ops.cluster(r->q, &kv, upload(r, &one, sizeof one), 1);
+        }
+    }
+    r->dev->copy_out(r->q, w->pool, (hsri_ref){ .buf = kv.pool_buf }, w->pool_bytes);
+    CHECK(r->dev->wait(r->q, NULL) == HSR_OK);
+    for (uint32_t i = 0; i < r->n_buffers; i++)
+        r->dev->free(r->dev, r->buffers[i]);
+    r->n_buffers = 0;
 }
 
 static void world_free(world *w)
@@ -245,6 +277,7 @@ static result run_select(rig *r, const world *w, uint32_t pick0, uint32_t n_pick
                                                                        1 + sealed_pages(w,
                                                                                         w->rows[w->picks[i].row].pos) / w->shape.per_slab) *
                                               LAYERS * KV_HEADS * 4),
+                              .clusters = upload(r, w->records[i], sizeof w->records[i]),
                               .sink_pages = w->sink, .window_pages = w->window, .index_shape = w->shape };
         settings[i] = w->settings[i];
         settings[i].forced = upload(r, w->forced[i], sizeof w->forced[i]);
@@ -287,7 +320,7 @@ static bool near(double got, double want, double tolerance)
     return false;
 }
 
-static double log_mass(const world *w, uint32_t seq, uint32_t kv_head, uint32_t unit, uint64_t query)
+static double log_mass(const world *w, uint32_t seq, uint32_t kv_head, uint32_t unit, uint32_t tokens, uint64_t query)
 {
     uint32_t       d = w->d, selector = w->settings[seq].selector;
     const float   *q = w->queries + query * d;
@@ -298,9 +331,8 @@ static double log_mass(const world *w, uint32_t seq, uint32_t kv_head, uint32_t 
             selector = HSRI_SELECT_SKETCH;
         if (selector != HSRI_SELECT_SKETCH && selector != HSRI_SELECT_MINMAX && selector != HSRI_SELECT_GAUSSIAN)
             selector = HSRI_SELECT_MEAN;
-        return unit_log_mass(&w->shape, entry_of(w, seq, kv_head, unit / 4), record_of(w, kv_head), selector, unit % 4, q,
-                             w->rotated + query * d,
-                             (double)w->scale);
+        return tokens_log_mass(&w->shape, entry_of(w, seq, kv_head, unit / 4), record_of(w, kv_head), selector, unit % 4, tokens, q,
+                               w->rotated + query * d, (double)w->scale);
     }
     float *v = malloc(64 * d * sizeof *v), *k = key_values(w, seq, kv_head, unit / 4, v);
 
@@ -316,8 +348,89 @@ static double log_mass(const world *w, uint32_t seq, uint32_t kv_head, uint32_t 
     return log(sum);
 }
 
+/* ---- clusters ---- */
+
+/* What the clusters leave of a list: which tokens of each selectable page are looked at, and of each voting head the log of the mass of the
+ * others' centres. Masses of clusters are the kernel's own, which test_cluster.c looks at. */
+typedef struct candidates {
+    uint64_t *tokens;
+    double   *rest;        /* [votes][heads of the group] */
+} candidates;
+
+static const double *cluster_worth;
+
+static int by_worth(const void *a, const void *b)
+{
+    uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
+
+    return cluster_worth[x] != cluster_worth[y] ? (cluster_worth[x] < cluster_worth[y] ? 1 : -1) : (x > y) - (x < y);
+}
+
+static const uint8_t *cluster_record(const world *w, uint32_t seq, uint32_t kv_head, uint32_t segment)
+{
+    uint32_t entry = w->records[seq][(segment * LAYERS + LAYER) * KV_HEADS + kv_head];
+
+    return w->pool + (uint64_t)(entry >> 8) * HSRI_BLOCK_BYTES + (uint64_t)(entry & 255) * hsri_cluster_slot_bytes(&w->shape);
+}
+
+static candidates find_candidates(const world *w, const hsri_kernels *kernels, uint32_t pick, uint32_t kv_head)
+{
+    const hsri_pick *p = &w->picks[pick];
+    uint32_t   seq = w->rows[p->row].seq, n_pages = sealed_pages(w, w->rows[p->row].pos) - w->sink, n_segments = n_pages / HSRI_SEGMENT_PAGES;
+    uint32_t   n = n_segments * HSRI_SEGMENT_CLUSTERS, g = group_of(w), d = w->d, left = w->settings[seq].candidates;
+    hsri_cluster_layout at = hsri_cluster_layout_of(&w->shape);
+    float     *mass = malloc(HSRI_PICK_ROWS * g * n * sizeof *mass);
+    double    *worth = calloc(n, sizeof *worth), *all = calloc(HSRI_PICK_ROWS * g, sizeof *all);
+    uint32_t  *order = malloc(n * sizeof *order);
+    candidates c = { calloc(n_pages, sizeof *c.tokens), calloc(HSRI_PICK_ROWS * g, sizeof *c.rest) };
+
+    memset(c.tokens + n_segments * HSRI_SEGMENT_PAGES, 0xff, (n_pages - n_segments * HSRI_SEGMENT_PAGES) * sizeof *c.tokens);
+    for (uint32_t i = 0; i < p->n_rows * g; i++) {
+        uint64_t     query = (uint64_t)(p->row + i / g) * w->n_heads + kv_head * g + i % g;
+        const float *acc = w->acc + query * (d + 2);
+        float        reference = acc[0] + logf(acc[1]);
+
+        for (uint32_t segment = 0; segment < n_segments && i / g % HSRI_PICK_STRIDE == 0; segment++)
+            kernels->sparse.cluster.score(&(hsri_cluster_score_args){ cluster_record(w, seq, kv_head, segment), &w->shape, 1, w->scale, w->queries + query * d,
+                                              w->rotated + query * d, &reference, mass + i * n + segment * HSRI_SEGMENT_CLUSTERS, 0 });
+        all[i] = 1;
+        for (uint32_t k = 0; k < n && i / g % HSRI_PICK_STRIDE == 0; k++)
+            all[i] += (double)mass[i * n + k];
+        for (uint32_t k = 0; k < n && i / g % HSRI_PICK_STRIDE == 0; k++)
+            worth[k] += (double)mass[i * n + k] / all[i];
+        c.rest[i] = all[i] - 1;
+    }
+    for (uint32_t k = 0; k < n; k++)
+        order[k] = k;
+    cluster_worth = worth;
+    qsort(order, n, sizeof *order, by_worth);
+    for (uint32_t o = 0; o < n; o++) {
+        uint32_t        k = order[o], segment = k / HSRI_SEGMENT_CLUSTERS;
+        const uint16_t *starts = (const uint16_t *)(cluster_record(w, seq, kv_head, segment) + at.starts) + k % HSRI_SEGMENT_CLUSTERS;
+        const uint16_t *positions = (const uint16_t *)(cluster_record(w, seq, kv_head, segment) + at.positions);
+
+        if ((uint32_t)(starts[1] - starts[0]) > left)
+            break;
+        left -= (uint32_t)(starts[1] - starts[0]);
+        for (uint32_t j = starts[0]; j < starts[1]; j++)
+            c.tokens[segment * HSRI_SEGMENT_PAGES + positions[j] / 64] |= 1ull << positions[j] % 64;
+        for (uint32_t i = 0; i < p->n_rows * g && i / g % HSRI_PICK_STRIDE == 0; i++)
+            c.rest[i] -= (double)mass[i * n + k];
+    }
+    for (uint32_t i = 0; i < p->n_rows * g; i++) {
+        const float *acc = w->acc + ((uint64_t)(p->row + i / g) * w->n_heads + kv_head * g + i % g) * (d + 2);
+
+        c.rest[i] = log(fmax(c.rest[i], 1e-300)) + (double)acc[0] + log((double)acc[1]);
+    }
+    free(mass);
+    free(worth);
+    free(all);
+    free(order);
+    return c;
+}
+
 /* Everything about one list. */
-static void check_list(const world *w, const result *r, uint32_t pick, uint32_t kv_head, double tolerance)
+static void check_list(const world *w, const hsri_kernels *kernels, const result *r, uint32_t pick, uint32_t kv_head, double tolerance)
 {
     const hsri_pick   *p = &w->picks[pick];
     uint32_t           seq = w->rows[p->row].seq, end = sealed_pages(w, w->rows[p->row].pos), first = w->sink;
@@ -330,6 +443,7 @@ static void check_list(const world *w, const result *r, uint32_t pick, uint32_t 
     uint64_t           budget = s->budget_units;
     uint32_t           n_forced = 0, n_slices = 0;
     double             least = INFINITY, most = -1;
+    candidates         found = { 0 };
 
     for (uint32_t i = 0; i < count; i++) {
         sorted &= units[i] >= first * 4 && units[i] < end * 4 && (i == 0 || units[i] > units[i - 1]);
@@ -347,6 +461,8 @@ static void check_list(const world *w, const result *r, uint32_t pick, uint32_t 
             forced[(page - first) * 4 + u] = true;
         }
     }
+    if (s->selector == HSRI_SELECT_CLUSTER && s->candidates && n_pages / HSRI_SEGMENT_PAGES * HSRI_SEGMENT_TOKENS > s->candidates)
+        found = find_candidates(w, kernels, pick, kv_head);
     for (uint32_t vote = 0; vote < p->n_rows; vote += HSRI_PICK_STRIDE) {
         for (uint32_t h = kv_head * g; h < (kv_head + 1) * g; h++) {
             uint64_t     query = (uint64_t)(p->row + vote) * w->n_heads + h;
@@ -354,7 +470,7 @@ static void check_list(const world *w, const result *r, uint32_t pick, uint32_t 
             double       exact = (double)acc[0] + log((double)acc[1]), top = exact, all, seen, left = 0, *o = calloc(d, sizeof *o);
 
             for (uint32_t u = 0; u < n_units; u++) {
-                mass[u] = log_mass(w, seq, kv_head, first * 4 + u, query);
+                mass[u] = log_mass(w, seq, kv_head, first * 4 + u, found.tokens ? found.tokens[u / 4] >> u % 4 * 16 & 0xffff : 0xffff, query);
                 top = fmax(top, mass[u]);
             }
             all = seen = exp(exact - top);
@@ -365,6 +481,7 @@ static void check_list(const world *w, const result *r, uint32_t pick, uint32_t 
             }
             for (uint32_t u = 0; u < n_units; u++) {
                 worth[u] += mass[u] / all;
+                CHECK(!chosen[u] || forced[u] || mass[u] > 0 || !found.tokens || s->slice_units > 1 || w->reach > 100);
                 if (chosen[u])
                     continue;
                 left += mass[u];
@@ -372,8 +489,12 @@ static void check_list(const world *w, const result *r, uint32_t pick, uint32_t 
                     o[j] += mass[u] * mean_value(&w->shape, entry_of(w, seq, kv_head, first + u / 4),
                                                  record_of(w, kv_head) + 2 * d * d + d, j);
             }
+            if (found.rest)
+                all += exp(found.rest[vote * g + h % g] - top);
             CHECK(near((double)r->covered[query], seen / all, tolerance));
-            if (p->n_rows == 1 && (s->flags & HSRI_SPARSE_VIRTUAL) && s->selector != HSRI_SELECT_MINMAX && left > 1e-20 * all) {
+            if (found.tokens && w->reach > 100) {
+                /* Masses at their limit: which clusters are taken is not retold here. */
+            } else if (p->n_rows == 1 && (s->flags & HSRI_SPARSE_VIRTUAL) && s->selector != HSRI_SELECT_MINMAX && left > 1e-20 * all) {
                 CHECK(near((double)part[0] + log((double)part[1]), top + log(left), 3 * tolerance));
                 for (uint32_t j = 0; j < d; j++)
                     CHECK(near((double)part[2 + j] / (double)part[1], o[j] / left, 4 * tolerance));
@@ -411,6 +532,8 @@ static void check_list(const world *w, const result *r, uint32_t pick, uint32_t 
         CHECK(w->reach > 100 || most < 1e-20 || least > most * (1 - tolerance));
     }
 done:
+    free(found.tokens);
+    free(found.rest);
     free(worth);
     free(mass);
     free(chosen);
@@ -457,22 +580,27 @@ static bool same(const world *w, const result *a, uint32_t pick_a, const result 
 #define VIRTUAL HSRI_SPARSE_VIRTUAL
 
 static const scenario scenarios[] = {
-    { "sketch", SKETCH24, 14, 1, 2, HSRI_SELECT_SKETCH, 1, 40, 0, VIRTUAL, 0, { 6500, 3000, 9001, 130 }, 0, 5 },
-    { "sketch, slices of 2, forced", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 2, 33, 4, VIRTUAL, 0, { 6500, 3000, 9001 }, 0, 3 },
-    { "sketch, whole pages, no sink", SKETCH24, 4, 0, 1, HSRI_SELECT_SKETCH, 4, 24, 4, VIRTUAL, 0, { 6463, 64, 127, 63 }, 0, 3 },
-    { "sketch, ratio", HSRI_INDEX_SKETCH, 128, 16, 48, 6, 2, 3, HSRI_SELECT_SKETCH, 1, 3, 0, VIRTUAL, 0, { 4000, 1 }, 0.1f, 3 },
-    { "sketch, everything", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 1, 600, 4, VIRTUAL, 0, { 6500, 3000, 256, 255 }, 0, 3 },
-    { "sketch, far logits", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 1, 40, 0, VIRTUAL, 0, { 6500, 3000 }, 0, 400 },
-    { "sketch, a prompt run", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 1, 64, 4, VIRTUAL, 1, { 4096 }, 0, 3 },
-    { "cluster", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 0, { 3000 }, 0, 3 },
-    { "mean", SKETCH24, 6, 1, 2, HSRI_SELECT_MEAN, 4, 40, 0, VIRTUAL, 0, { 6500 }, 0, 3 },
-    { "mean, ties", HSRI_INDEX_MINMAX, 20, 0, 0, 6, 1, 2, HSRI_SELECT_MEAN, 1, 42, 0, VIRTUAL, 0, { 3000 }, 0, 3 },
-    { "classic", HSRI_INDEX_GAUSSIAN, 64, 0, 0, 6, 1, 2, HSRI_SELECT_CLASSIC, 4, 40, 0, 0, 0, { 6500 }, 0, 3 },
-    { "minmax", HSRI_INDEX_MINMAX, 40, 0, 0, 4, 1, 2, HSRI_SELECT_MINMAX, 1, 40, 4, VIRTUAL, 0, { 6500, 200 }, 0, 3 },
-    { "gaussian", HSRI_INDEX_GAUSSIAN, 16, 0, 0, 2, 1, 2, HSRI_SELECT_GAUSSIAN, 4, 40, 4, VIRTUAL, 0, { 6500, 200 }, 0, 3 },
-    { "random", HSRI_INDEX_GAUSSIAN, 16, 0, 0, 2, 1, 2, HSRI_SELECT_RANDOM, 2, 40, 0, VIRTUAL, 0, { 6500, 700 }, 0, 3 },
-    { "history", HSRI_INDEX_GAUSSIAN, 16, 0, 0, 2, 1, 2, HSRI_SELECT_HISTORY, 1, 40, 4, VIRTUAL, 0, { 6500 }, 0, 3 },
-    { "oracle", HSRI_INDEX_SKETCH, 32, 16, 0, 4, 1, 2, HSRI_SELECT_ORACLE, 1, 40, 4, VIRTUAL, 0, { 3000, 200 }, 0, 3 },
+    { "sketch", SKETCH24, 14, 1, 2, HSRI_SELECT_SKETCH, 1, 40, 0, VIRTUAL, 0, { 6500, 3000, 9001, 130 }, 0, 5, 0 },
+    { "sketch, slices of 2, forced", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 2, 33, 4, VIRTUAL, 0, { 6500, 3000, 9001 }, 0, 3, 0 },
+    { "sketch, whole pages, no sink", SKETCH24, 4, 0, 1, HSRI_SELECT_SKETCH, 4, 24, 4, VIRTUAL, 0, { 6463, 64, 127, 63 }, 0, 3, 0 },
+    { "sketch, ratio", HSRI_INDEX_SKETCH, 128, 16, 48, 6, 2, 3, HSRI_SELECT_SKETCH, 1, 3, 0, VIRTUAL, 0, { 4000, 1 }, 0.1f, 3, 0 },
+    { "sketch, everything", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 1, 600, 4, VIRTUAL, 0, { 6500, 3000, 256, 255 }, 0, 3, 0 },
+    { "sketch, far logits", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 1, 40, 0, VIRTUAL, 0, { 6500, 3000 }, 0, 400, 0 },
+    { "sketch, a prompt run", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 1, 64, 4, VIRTUAL, 1, { 4096 }, 0, 3, 0 },
+    { "cluster without clusters", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 0, { 3000 }, 0, 3, 0 },
+    { "cluster, short", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 0, { 3000 }, 0, 3, 1000 },
+    { "cluster", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 0, { 18000, 9000, 3000 }, 0, 3, 1000 },
+    { "cluster, forced, slices of 2", HSRI_INDEX_SKETCH, 32, 8, 16, 14, 2, 3, HSRI_SELECT_CLUSTER, 2, 40, 4, VIRTUAL, 0, { 17500, 8200 }, 0, 3, 2000 },
+    { "cluster, prompt run", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 1, { 128 * 80 }, 0, 3, 1500 },
+    { "cluster, beyond range", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 0, { 12000 }, 0, 400, 1000 },
+    { "mean", SKETCH24, 6, 1, 2, HSRI_SELECT_MEAN, 4, 40, 0, VIRTUAL, 0, { 6500 }, 0, 3, 0 },
+    { "mean, ties", HSRI_INDEX_MINMAX, 20, 0, 0, 6, 1, 2, HSRI_SELECT_MEAN, 1, 42, 0, VIRTUAL, 0, { 3000 }, 0, 3, 0 },
+    { "classic", HSRI_INDEX_GAUSSIAN, 64, 0, 0, 6, 1, 2, HSRI_SELECT_CLASSIC, 4, 40, 0, 0, 0, { 6500 }, 0, 3, 0 },
+    { "minmax", HSRI_INDEX_MINMAX, 40, 0, 0, 4, 1, 2, HSRI_SELECT_MINMAX, 1, 40, 4, VIRTUAL, 0, { 6500, 200 }, 0, 3, 0 },
+    { "gaussian", HSRI_INDEX_GAUSSIAN, 16, 0, 0, 2, 1, 2, HSRI_SELECT_GAUSSIAN, 4, 40, 4, VIRTUAL, 0, { 6500, 200 }, 0, 3, 0 },
+    { "random", HSRI_INDEX_GAUSSIAN, 16, 0, 0, 2, 1, 2, HSRI_SELECT_RANDOM, 2, 40, 0, VIRTUAL, 0, { 6500, 700 }, 0, 3, 0 },
+    { "history", HSRI_INDEX_GAUSSIAN, 16, 0, 0, 2, 1, 2, HSRI_SELECT_HISTORY, 1, 40, 4, VIRTUAL, 0, { 6500 }, 0, 3, 0 },
+    { "oracle", HSRI_INDEX_SKETCH, 32, 16, 0, 4, 1, 2, HSRI_SELECT_ORACLE, 1, 40, 4, VIRTUAL, 0, { 3000, 200 }, 0, 3, 0 },
 };
 
 static void test_scenario(const scenario *s, int32_t isa, bool check)
@@ -485,12 +613,14 @@ static void test_scenario(const scenario *s, int32_t isa, bool check)
 
     hsri_kernels_fill(&kernels, isa);
     w = world_new(s, &kernels);
+    if (s->candidates)
+        make_clusters(w, &r);
     all = run_select(&r, w, 0, w->n_picks);
     memcpy(w->rotated, all.rotated, w->n_rows * w->n_heads * w->d * sizeof(float));
     if (check) {
         check_rotated(w, &all);
         for (uint32_t i = 0; i < w->n_picks * KV_HEADS; i++)
-            check_list(w, &all, i / KV_HEADS, i % KV_HEADS, s->reach > 100 ? 0.5 : s->selector == HSRI_SELECT_SKETCH ||
+            check_list(w, &kernels, &all, i / KV_HEADS, i % KV_HEADS, s->reach > 100 ? 0.5 : s->selector == HSRI_SELECT_SKETCH ||
                        s->selector == HSRI_SELECT_CLUSTER ? 0.05 : 2e-3);
     }
     for (uint32_t pick = 0; pick < w->n_picks; pick++) {
@@ -549,7 +679,7 @@ static void test_nan(int32_t isa)
 static world *bench_world(const hsri_kernels *kernels, uint32_t n_heads, uint32_t n_4bit, uint32_t n_2bit, uint32_t n_pages)
 {
     scenario s = { "bench", HSRI_INDEX_SKETCH, 64, n_4bit, n_2bit, n_heads, 1, 8, HSRI_SELECT_SKETCH, 1, 64, 0, VIRTUAL, 0, { 64 * 80 }, 0,
-                   3 };
+                   3, 0 };
     world   *w = world_new(&s, kernels);
     uint32_t n_slabs = n_pages / w->shape.per_slab + 1, n = n_slabs * LAYERS * KV_HEADS;
 

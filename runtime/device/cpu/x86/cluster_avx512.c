@@ -12,5 +12,5 @@ static inline __m512i dot_bytes(__m512i acc, __m512i codes, __m512i weights)
 
 void hsri_cluster_kernels_fill_avx512(hsri_cluster_kernels *k)
 {
-    *k = (hsri_cluster_kernels){ assign, score_clusters_512 };
+    k->score = score_clusters_512;
 }

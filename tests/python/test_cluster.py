@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Selector cluster beyond one segment of 8192 tokens: what it shares with sketch, and what never shows in its results."""
+
+from __future__ import annotations
+
+import hisparse_rt as hs
+import numpy as np
+import pytest
+import tiny
+from hisparse_rt.profile import Profile
+from hisparse_rt.tools.calibrate import calibrate
+from hisparse_rt.tools.convert import convert
+from hisparse_rt.calibration import write_calibration
+
+LENGTH = 18000
+TAIL = 24
+IDS = [int(i) for i in np.random.default_rng(8).integers(3, 300, LENGTH)]
+OPTIONS = {"context": 20000, "window_size": 128, "sink_size": 64}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cluster")
+    cfg = tiny.config(max_position_embeddings=32768)
+    tiny.write_hf(folder / "hf", cfg, tiny.weights(cfg, 5))
+    convert(folder / "hf", folder / "tiny.hsr", dtype="q8")
+    with hs.load(folder / "tiny.hsr", calibration=False, threads=2) as model:
+        calibration, _ = calibrate(model, np.asarray(IDS[:2048], np.int32))
+    write_calibration(folder / "tiny.hsrcal", calibration)
+    return folder / "tiny.hsr"
+
+
+def profile_of(selector: str, **changes) -> Profile:
+    return Profile(**{"selector": selector, "budget": 256, "candidates": 1024, "dense_below": 512, "prefill_budget": 512,
+                      "prefill_dense_below": 1024, **changes})
+
+
+def tail(session: hs.Session, n: int = LENGTH) -> np.ndarray:
+    session.append(IDS[: n - TAIL])
+    session.prefill()
+    return np.concatenate([session.logits([i]) for i in IDS[n - TAIL : n]])
+
+
+def run(path, selector: str, n: int = LENGTH, profile=None, **load) -> np.ndarray:
+    with hs.load(path, **{"threads": 2, **load}) as model, model.session(profile=profile or profile_of(selector), **OPTIONS) as session:
+        return tail(session, n)
+
+
+@pytest.fixture(scope="module")
+def want(path):
+    return run(path, "cluster")
+
+
+def test_as_sketch_within_a_segment(path):
+    assert np.array_equal(run(path, "cluster", 8192), run(path, "sketch", 8192))
+
+
+def test_close_to_sketch_beyond(path, want):
+    flat = run(path, "sketch")
+    window = run(path, "sketch", profile=profile_of("sketch", budget=16, virtual_tokens=False, forced_history=0))
+    assert not np.array_equal(want, flat)
+    assert np.abs(want - flat).mean() < np.abs(window - flat).mean()
+
+
+def test_candidates_for_everything_are_sketch(path):
+    wide = profile_of("cluster", candidates=1 << 20)
+    assert np.array_equal(run(path, "cluster", 9000, profile=wide), run(path, "sketch", 9000))
+
+
+@pytest.mark.parametrize("load", [{"threads": 1}, {"chunk": 192}, {"debug_async": True}, {"max_batch": 128}], ids=lambda load: "-".join(load))
+def test_bits_do_not_depend_on_how_it_is_computed(path, want, load):
+    assert np.array_equal(run(path, "cluster", **load), want)
+
+
+def test_forks_truncation_and_files(path, want, tmp_path):
+    with hs.load(path, threads=2) as model:
+        with model.session(profile=profile_of("cluster"), rollback_tokens=64, **OPTIONS) as session:
+            assert np.array_equal(tail(session), want)
+            records = 2 * 2 * 2 * 32768 if session.stats().index_kind == "cluster" else 0
+            assert records and session.stats().index_bytes % 32768 == 0 and session.stats().index_bytes > records
+            session.truncate(LENGTH - 10)
+            with session.fork() as fork:
+                again = np.concatenate([fork.logits([i]) for i in IDS[LENGTH - 10 :]])
+            assert np.array_equal(again, want[-10:])
+            session.save(tmp_path / "session.kv")
+        with model.restore(tmp_path / "session.kv", profile=profile_of("cluster")) as session:
+            again = np.concatenate([session.logits([i]) for i in IDS[LENGTH - 10 :]])
+            assert np.array_equal(again, want[-10:])
