@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Wrong, missing, huge and empty arguments to every exported function: a status and a text, and nothing changed. */
+#include <math.h>
 #include <limits.h>
 #include <pthread.h>
 #include <stddef.h>
@@ -222,6 +223,13 @@ static void test_session_options(hsr_engine *e)
     REFUSE(sink_size, -64);
     REFUSE(sink_size, 1);
     REFUSE(rollback_tokens, -1);
+    REFUSE(profile, -1);
+    REFUSE(profile, 99);
+    REFUSE(index_kind, -1);
+    REFUSE(index_kind, INT32_MAX);
+    REFUSE(sketch_4bit, 4);
+    REFUSE(sketch_4bit, -8);
+    REFUSE(sketch_2bit, 8);
 #undef REFUSE
     hsr_session_opts_init(&o, sizeof o);
     o.context = INT32_MAX;
@@ -237,6 +245,62 @@ static void test_session_options(hsr_engine *e)
     OK(hsr_session_truncate(s, 3, &err));
     OK(hsr_session_destroy(&s, &err));
     CHECK(!s);
+    OK(hsr_session_destroy(&s, &err));
+}
+
+/* Profiles, and the calls that measure: every field out of range is named, and nothing changes. */
+static void test_sparse_arguments(hsr_engine *e)
+{
+    hsr_profile p;
+    int32_t id = 7;
+    hsr_session *s = NULL;
+    int32_t ids[4] = { 1, 2, 3, 4 };
+    float out[8];
+
+#define REFUSE(field, value, name) do { \
+        hsr_profile_init(&p, sizeof p); \
+        p.field = value; \
+        CHECK(hsr_profile_register(e, &p, &id, &err) < 0 && strstr(err.message, name)); \
+    } while (0)
+    REFUSE(budget, 0, "budget");
+    REFUSE(budget, -1, "budget");
+    REFUSE(selector, 10, "selector");
+    REFUSE(selector, HSR_SELECT_SKETCH, "sketch");
+    REFUSE(selector, HSR_SELECT_HISTORY, "history");
+    REFUSE(sparse_ratio, 1.5f, "sparse_ratio");
+    REFUSE(sparse_ratio, (float)NAN, "sparse_ratio");
+    REFUSE(slice_size, 48, "slice_size");
+    REFUSE(forced_history, 65, "forced_history");
+    REFUSE(candidates, -1, "candidates");
+    REFUSE(dense_below, -1, "dense_below");
+    REFUSE(prefill_budget, -1, "prefill_budget");
+    REFUSE(block_size_coarse, 96, "block_size_coarse");
+    REFUSE(block_size_fine, 0, "block_size_fine");
+    REFUSE(top_k_coarse, 0, "top_k_coarse");
+    REFUSE(n_dense_layers, 1, "dense_layers");
+    REFUSE(n_layer_budgets, 1000, "layer_budgets");
+#undef REFUSE
+    hsr_profile_init(&p, sizeof p);
+    INVALID(hsr_profile_register(e, &p, NULL, &err));
+    INVALID(hsr_profile_register(NULL, &p, &id, &err));
+    OK(hsr_profile_register(e, &p, &id, &err));
+    CHECK(id > 0);
+
+    OK(hsr_session_create(e, NULL, &s, &err));
+    REFUSED(hsr_session_set_profile(s, id, &err), HSR_E_UNSUPPORTED);   /* the session has no index */
+    INVALID(hsr_session_set_profile(s, id + 1, &err));
+    REFUSED(hsr_session_fill(s, 10, 0, &err), HSR_E_STATE);
+    OK(hsr_session_append(s, ids, 4, &err));
+    OK(hsr_session_prefill(s, NULL, NULL, &err));
+    INVALID(hsr_session_observe(s, 3, 0, 0, 1, out, 8, &err));
+    INVALID(hsr_session_observe(s, HSR_OBSERVE_KEYS, 1000, 0, 1, out, 8, &err));
+    INVALID(hsr_session_observe(s, HSR_OBSERVE_KEYS, 0, 4, 1, out, 8, &err));
+    INVALID(hsr_session_observe(s, HSR_OBSERVE_KEYS, 0, 0, UINT64_MAX, out, 8, &err));
+    INVALID(hsr_session_observe(s, HSR_OBSERVE_KEYS, 0, 0, 4, NULL, 8, &err));
+    hsr_capture c = { .struct_size = sizeof c, .layer_end = 1, .n = 4 };
+    INVALID(hsr_session_capture(s, &c, &err));
+    INVALID(hsr_session_capture(s, NULL, &err));
+    REFUSED(hsr_session_fill(s, UINT64_MAX, 0, &err), HSR_E_CONTEXT);
     OK(hsr_session_destroy(&s, &err));
 }
 
@@ -484,6 +548,7 @@ int main(void)
     test_engine_limits(m);
     test_null_handles();
     test_session_options(e);
+    test_sparse_arguments(e);
     test_session_calls(e);
     test_events(e);
     test_order();

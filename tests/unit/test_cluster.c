@@ -12,7 +12,7 @@
 #include "device/cpu/backend.h"
 #include "index_oracle.h"
 
-#define LAYERS 2u
+#define LAYERS 1u
 #define KV_HEADS 2u
 #define LISTS (LAYERS * KV_HEADS)
 #define SINK 3u

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making cluster records (docs/sparse-attention.md): k-means over the tokens of a segment, as their sketches say where they are. Components are
- * whole numbers of one step per segment, so that every sum is exact: the same record on every level, with any number of threads. */
+/* Making cluster records (docs/sparse-attention.md): k-means over the tokens of a segment, as their sketches say where they are.
+ * Components are whole numbers of one step per segment, so that every sum is exact: the same record on every level, with any number of
+ * threads. */
 #include "device/cpu/pages.h"
 
 #include <math.h>
@@ -125,7 +126,8 @@ static void put_component(segment *s, uint32_t p, uint32_t c)
     hsri_index_layout at = hsri_index_layout_of(s->shape);
     bool              wide = c < s->shape->n_4bit;
     uint32_t          i = wide ? c : c - s->shape->n_4bit, bits = wide ? 4 : 2, in_set = i % (32 / bits), shift = in_set / 4 * bits;
-    const uint8_t    *codes = s->entries[p] + at.codes + (wide ? 0 : HSRI_PAGE_TOKENS * s->shape->n_4bit / 2) + i / (32 / bits) * 256 + in_set % 4;
+    const uint8_t    *sets = s->entries[p] + at.codes + (wide ? 0 : HSRI_PAGE_TOKENS * s->shape->n_4bit / 2);
+    const uint8_t    *codes = sets + i / (32 / bits) * 256 + in_set % 4;
     int8_t            levels[16] = { 0 }, *points = s->points + (uint64_t)p * HSRI_PAGE_TOKENS * s->n + c;
 
     fill_levels(s, p, c, levels);
@@ -219,7 +221,8 @@ static void find_clusters(segment *s, const hsri_cluster_kernels *kernels)
 
 static void write_positions(const segment *s, uint8_t *record)
 {
-    uint16_t *starts = (uint16_t *)(record + s->at.starts), *positions = (uint16_t *)(record + s->at.positions), next[HSRI_SEGMENT_CLUSTERS];
+    uint16_t *starts = (uint16_t *)(record + s->at.starts), *positions = (uint16_t *)(record + s->at.positions);
+    uint16_t  next[HSRI_SEGMENT_CLUSTERS];
 
     starts[0] = 0;
     for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
@@ -303,7 +306,8 @@ static void cluster_run(const void *arg, uint64_t first, uint64_t end, uint32_t 
 static void cpu_cluster(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n)
 {
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
-    cluster_job      job = { dev, kv, hsri_cpu_at(dev, list, n * sizeof *job.list), hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0) };
+    cluster_job      job = { dev, kv, hsri_cpu_at(dev, list, n * sizeof *job.list),
+                             hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0) };
 
     assert(kv->calibration.buf != 0);
     hsri_cpu_run_items(dev, n, (uint64_t)n * SEGMENT_NS, cluster_run, &job);

@@ -52,7 +52,8 @@ static inline void score_clusters(const hsri_cluster_score_args *a)
                 logits[i] += weight * ((float)(int32_t)(set[i] >> shift & 15) - 7.5f);
         }
         for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++)
-            mass[i] = starts[i + 1] > starts[i] ? as_mass((float)(starts[i + 1] - starts[i]) * expf(a->scale * logits[i] - a->reference[h])) : 0.0f;
+            mass[i] = starts[i + 1] == starts[i]
+                          ? 0.0f : as_mass((float)(starts[i + 1] - starts[i]) * expf(a->scale * logits[i] - a->reference[h]));
     }
 }
 

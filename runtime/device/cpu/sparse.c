@@ -98,8 +98,10 @@ uint64_t hsri_select_scratch(uint32_t n_votes, uint32_t n_picks, uint32_t n_head
     const uint64_t votes = hsri_min(n_votes, BATCH_VOTES);
 
     (void)n_picks;
-    return (scratch_floats(votes, n_heads, n_kv_heads, head_dim, n_pages) + (clusters ? hsri_cpu_cluster_floats(votes, n_heads, n_kv_heads, n_pages) : 0)) *
-           sizeof(float);
+    uint64_t       n = scratch_floats(votes, n_heads, n_kv_heads, head_dim, n_pages);
+
+    n += clusters ? hsri_cpu_cluster_floats(votes, n_heads, n_kv_heads, n_pages) : 0;
+    return n * sizeof(float);
 }
 
 /* Cut the scratch for the batch's votes and its longest sequence. */
@@ -119,7 +121,8 @@ static void place_scratch(select_job *job, float *scratch, uint32_t n_votes, uin
     job->chosen = (uint8_t *)(job->work + lists * job->max_units);
     job->tokens = NULL;
     if (clusters)
-        hsri_cpu_cluster_place(job, scratch + scratch_floats(n_votes, job->n_heads, job->kv->n_kv_heads, job->kv->head_dim, max_pages), n_votes);
+        hsri_cpu_cluster_place(job, scratch + scratch_floats(n_votes, job->n_heads, job->kv->n_kv_heads, job->kv->head_dim, max_pages),
+                               n_votes);
 }
 
 static const uint8_t *entry_at(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page)
@@ -220,7 +223,7 @@ static void score_vote(const select_job *job, const chunk *c, uint32_t vote)
     hsri_score_args   a = { .entries = c->entries, .n_pages = c->n_pages, .shape = &p->seq->index_shape, .scale = job->scale,
                             .reference = references, .mean_k = p->seq->index_shape.kind == HSRI_INDEX_SKETCH ? c->calibration.mean_k : NULL,
                             .mass_stride = job->max_units,
-                            .tokens = p->n_segments ? job->tokens + list_at(job, p, c->kv_head) * (job->max_units / HSRI_PAGE_UNITS) + c->first : NULL };
+                            .tokens = p->n_segments ? listed_tokens(job, p, c->kv_head) + c->first : NULL };
 
     for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
         a.n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
@@ -252,8 +255,8 @@ static measure measure_of(const select_job *job, const pick_state *p, uint32_t v
 {
     uint64_t at = chunk_at(job, p, vote, head);
 
-    return measure_chunks(job->mass + mass_at(job, p, vote, head), job->sums + at, job->raised + at, chunks_of(job, p, head / job->heads_per_kv),
-                          reference_of(job, row_of_vote(p, vote), head));
+    return measure_chunks(job->mass + mass_at(job, p, vote, head), job->sums + at, job->raised + at,
+                          chunks_of(job, p, head / job->heads_per_kv), reference_of(job, row_of_vote(p, vote), head));
 }
 
 static uint64_t score_items(const select_job *job,
@@ -615,7 +618,8 @@ static void finish_head(const select_job *job, const pick_state *p, uint32_t hea
         const float *about = p->seq->index_shape.kind == HSRI_INDEX_SKETCH
                                  ? hsri_cpu_calibration(job->dev, job->kv, job->layer, head / job->heads_per_kv).mean_v : NULL;
 
-        part[0] = reference_of(job, p->row, head) + highest(job->raised + chunk_at(job, p, 0, head), chunks_of(job, p, head / job->heads_per_kv)) + logf(mass);
+        part[0] = reference_of(job, p->row, head) + logf(mass) +
+                  highest(job->raised + chunk_at(job, p, 0, head), chunks_of(job, p, head / job->heads_per_kv));
         part[1] = 1.0f;
         for (uint32_t j = 0; j < d; j++)
             part[2 + j] = part[2 + j] / mass + (about ? about[j] : 0.0f);

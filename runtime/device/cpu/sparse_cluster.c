@@ -43,7 +43,8 @@ uint64_t hsri_cpu_cluster_floats(uint64_t n_votes, uint64_t n_heads, uint64_t n_
 
 void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes)
 {
-    uint64_t rows = (uint64_t)n_votes * job->n_heads, lists = (uint64_t)n_votes * job->kv->n_kv_heads, n_pages = job->max_units / HSRI_PAGE_UNITS;
+    uint64_t rows = (uint64_t)n_votes * job->n_heads, lists = (uint64_t)n_votes * job->kv->n_kv_heads;
+    uint64_t n_pages = job->max_units / HSRI_PAGE_UNITS;
     float   *next = (float *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
 
     job->max_segments = n_pages / HSRI_SEGMENT_PAGES;
@@ -76,7 +77,8 @@ static const uint8_t *record_at(const select_job *job, const pick_state *p, uint
     const uint32_t *records = hsri_cpu_at(job->dev, p->seq->clusters, 0);
     uint32_t        record = records[((uint64_t)segment * job->kv->n_layers + job->layer) * job->kv->n_kv_heads + kv_head];
 
-    return hsri_slot_at(hsri_cpu_at(job->dev, (hsri_ref){ .buf = job->kv->pool_buf }, 0), record, hsri_cluster_slot_bytes(&p->seq->index_shape));
+    return hsri_slot_at(hsri_cpu_at(job->dev, (hsri_ref){ .buf = job->kv->pool_buf }, 0), record,
+                        hsri_cluster_slot_bytes(&p->seq->index_shape));
 }
 
 /* ---- survey ---- */
@@ -205,7 +207,8 @@ static uint64_t enter(contest *c, float least)
     return tokens;
 }
 
-/* First by a bar that as many clusters reach as there would be of the usual size: that leaves few. If they have too few tokens, all enter. */
+/* First by a bar that as many clusters reach as there would be of the usual size: that leaves few. If they have too few tokens, all
+ * enter. */
 static uint64_t enter_best(contest *c, uint32_t limit)
 {
     uint32_t want = limit / (HSRI_SEGMENT_TOKENS / CLUSTERS) + 1;
@@ -245,7 +248,8 @@ static uint32_t find_bar(const contest *c, uint64_t *left)
     return bar;
 }
 
-/* Take the best clusters until the next one would have too many tokens; of equals, the first ones. What is taken comes first in c->index. */
+/* Take the best clusters until the next one would have too many tokens; of equals, the first ones. What is taken comes first in
+ * c->index. */
 static void take_best(contest *c, uint32_t limit)
 {
     uint64_t left = limit;
@@ -338,7 +342,8 @@ static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
         uint64_t         *tokens = job->tokens + list * n_pages;
         uint32_t         *work = job->cluster_work + 3 * list * most;
         contest           c = { .job = job, .pick = p, .kv_head = kv_head, .n_blocks = n_clusters / BLOCK, .worth = worth,
-                                .best = (float *)(job->work + list * job->max_units), .index = work, .bits = work + most, .weight = work + 2 * most };
+                                .best = (float *)(job->work + list * job->max_units), .index = work, .bits = work + most,
+                                .weight = work + 2 * most };
 
         weigh_clusters(job, p, kv_head, worth);
         take_best(&c, p->settings->candidates);

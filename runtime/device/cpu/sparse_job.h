@@ -94,6 +94,11 @@ static inline uint32_t listed_pages(const select_job *job, const pick_state *p, 
     return p->n_segments ? job->n_listed[list_at(job, p, kv_head)] : p->n_pages;
 }
 
+static inline const uint64_t *listed_tokens(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    return job->tokens + list_at(job, p, kv_head) * (job->max_units / HSRI_PAGE_UNITS);
+}
+
 static inline uint32_t listed_page(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t i)
 {
     return p->n_segments ? job->pages[list_at(job, p, kv_head) * (job->max_units / HSRI_PAGE_UNITS) + i] : i;

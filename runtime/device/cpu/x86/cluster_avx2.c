@@ -8,7 +8,10 @@
 #define VECTORS (HSRI_SEGMENT_CLUSTERS / 8u)
 
 /* Components 0 and 2, or 1 and 3, of a point's quad in every lane. */
-static inline __m256i pair_of(const int8_t *quad) { return _mm256_set1_epi32((int32_t)((uint16_t)quad[0] | (uint32_t)(uint16_t)quad[2] << 16)); }
+static inline __m256i pair_of(const int8_t *quad)
+{
+    return _mm256_set1_epi32((int32_t)((uint16_t)quad[0] | (uint32_t)(uint16_t)quad[2] << 16));
+}
 
 INLINE void assign_points(const hsri_assign_args *a, uint32_t first, uint32_t n_quads)
 {
@@ -35,7 +38,8 @@ INLINE void assign_points(const hsri_assign_args *a, uint32_t first, uint32_t n_
             __m256i evens = _mm256_and_si256(bytes, low), odds = _mm256_srli_epi16(bytes, 8);
 
             for (uint32_t p = 0; p < POINTS; p++)
-                sums[p] = _mm256_add_epi32(sums[p], _mm256_add_epi32(_mm256_madd_epi16(evens, even[p][q]), _mm256_madd_epi16(odds, odd[p][q])));
+                sums[p] = _mm256_add_epi32(sums[p], _mm256_add_epi32(_mm256_madd_epi16(evens, even[p][q]),
+                                                                     _mm256_madd_epi16(odds, odd[p][q])));
         }
         for (uint32_t p = 0; p < POINTS; p++) {
             where[p] = _mm256_blendv_epi8(where[p], at, _mm256_cmpgt_epi32(sums[p], best[p]));

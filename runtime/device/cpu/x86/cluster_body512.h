@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Scores of clusters with AVX-512, sixteen at a time, straight from the nibbles of the record. The word dot_bytes is the including file's: one
- * instruction where VNNI exists, three otherwise, with the same integers. */
+/* Scores of clusters with AVX-512, sixteen at a time, straight from the nibbles of the record. The word dot_bytes is the including file's:
+ * one instruction where VNNI exists, three otherwise, with the same integers. */
 #include <immintrin.h>
 
 #include "device/cpu/cluster_lanes.h"
@@ -59,8 +59,9 @@ INLINE void score_vectors(const hsri_cluster_score_args *a, const hsri_cluster_l
     const uint16_t *starts = (const uint16_t *)(a->record + at->starts);
 
     for (uint32_t v = 0; v < VECTORS; v++) {
-        __m256i counts = _mm256_sub_epi16(_mm256_loadu_si256((const __m256i *)(starts + 16 * v + 1)), _mm256_loadu_si256((const __m256i *)(starts + 16 * v)));
-        __m512  tokens = _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(counts));
+        __m256i from = _mm256_loadu_si256((const __m256i *)(starts + 16 * v)), to = _mm256_loadu_si256((const __m256i *)(starts + 16 * v + 1));
+        __m512  tokens = _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(_mm256_sub_epi16(to, from)));
+        __mmask16 some = _mm512_cmp_ps_mask(tokens, _mm512_setzero_ps(), _CMP_GT_OQ);
         __m512i sums[HEADS];
 
         UNROLL for (uint32_t h = 0; h < n; h++)
@@ -75,10 +76,10 @@ INLINE void score_vectors(const hsri_cluster_score_args *a, const hsri_cluster_l
             }
         }
         UNROLL for (uint32_t h = 0; h < n; h++) {
-            __m512 mass = exp2_16(_mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[h]), _mm512_set1_ps(heads[h].step), _mm512_set1_ps(heads[h].base)));
+            __m512 logit = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[h]), _mm512_set1_ps(heads[h].step), _mm512_set1_ps(heads[h].base));
+            __m512 mass = _mm512_min_ps(_mm512_mul_ps(exp2_16(logit), tokens), _mm512_set1_ps(HSRI_MASS_MAX));
 
-            mass = _mm512_min_ps(_mm512_mul_ps(mass, tokens), _mm512_set1_ps(HSRI_MASS_MAX));   /* the second operand, if the first is NaN */
-            _mm512_storeu_ps(a->mass + (h0 + h) * a->mass_stride + 16 * v, _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(tokens, _mm512_setzero_ps(), _CMP_GT_OQ), mass));
+            _mm512_storeu_ps(a->mass + (h0 + h) * a->mass_stride + 16 * v, _mm512_maskz_mov_ps(some, mass));
         }
     }
 }
