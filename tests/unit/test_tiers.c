@@ -102,7 +102,7 @@ typedef struct setup {
 } setup;
 
 /* A session of the longest kind needs 64 blocks of encoded pages, and some 15 blocks of plain ones. */
-static const setup squeezed = { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_INT8, 2, 2, 8, 36, 128 * MIB, 2, 2000, HSRI_IO_AUTO, 0, 0 };
+static const setup squeezed = { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_INT8, 2, 2, 8, 36, 128 * MIB, 2, 20000, HSRI_IO_AUTO, 0, 0 };
 
 static void world_init(world *w, const setup *s)
 {
@@ -575,8 +575,10 @@ static void test_hang(void)
     set_fault(&w.faults, (hsri_io_fault){ .delay_ms = UINT32_MAX }, false, HSRI_IO_READ, 0, 1);
     uint64_t start = hsri_now_ns();
     hsr_error err = HSR_ERROR_INIT;
-    CHECK(run_to(&w, a, 5800, &err) == HSR_E_IO && err.message[0]);
-    CHECK(hsri_now_ns() - start < 2000000000u);
+    hsr_status status = run_to(&w, a, 5800, &err);
+    if (!CHECK(status == HSR_E_IO && err.message[0]))
+        fprintf(stderr, "%s: %s\n", hsr_status_name(status), err.message);
+    CHECK(hsri_now_ns() - start < 10000000000u);
     no_fault(&w.faults);
     CHECK(hsri_cache_truncate(a->cache, 0, NULL) == HSR_OK);
     a->committed = 0;
@@ -587,7 +589,7 @@ static void test_hang(void)
     w.fake.base.free(&w.fake.base, w.lists_buf);
     start = hsri_now_ns();
     CHECK(hsri_tiers_destroy(w.tiers, 500, NULL) == HSR_OK);
-    CHECK(hsri_now_ns() - start < 2000000000u);
+    CHECK(hsri_now_ns() - start < 10000000000u);
     hsri_pool_destroy(w.pool);
     fake_queue_end(&w.queue);
     rmdir(w.directory);
