@@ -20,6 +20,8 @@ from hisparse_rt.bench.rounds import Limits, Rounds, Samples
 from hisparse_rt.tools.convert import convert
 from shell import fails, run
 
+pytestmark = pytest.mark.slow  # of the front and the tools; what it runs in C the other tests run too
+
 ROW_KEYS = {"work", "depth", "batch", "dtype", "kv", "ours", "peers", "ratio", "bound", "of_bound", "runs", "details"}
 
 # Of the tiny model: 2 layers, hidden 64, intermediate 96, 4 heads and 2 kv heads of 16, vocabulary 320.

@@ -21,6 +21,8 @@ from hisparse_rt.tools.calibrate import calibrate, default_ids
 from hisparse_rt.tools.calibration_text import library_docstrings
 from hisparse_rt.tools.convert import convert
 
+pytestmark = pytest.mark.slow  # of the front and the tools; what it runs in C the other tests run too
+
 RANDOM = np.random.default_rng(11)
 
 

@@ -12,6 +12,8 @@ from hisparse_rt.tools.calibrate import calibrate
 from hisparse_rt.tools.convert import convert
 from hisparse_rt.calibration import write_calibration
 
+pytestmark = pytest.mark.slow  # of the front and the tools; what it runs in C the other tests run too
+
 LENGTH = 18000
 TAIL = 24
 IDS = [int(i) for i in np.random.default_rng(8).integers(3, 300, LENGTH)]

@@ -23,6 +23,8 @@ from hisparse_rt.profile import PRESETS, Profile
 from hisparse_rt.tools.calibrate import attention_scale, calibrate
 from hisparse_rt.tools.convert import convert
 
+pytestmark = pytest.mark.slow  # of the front and the tools; what it runs in C the other tests run too
+
 RANDOM = np.random.default_rng(5)
 EVERYTHING = Profile(selector="oracle", budget=1 << 20, forced_history=0)
 NOTHING = Profile(selector="random", budget=16, forced_history=0, virtual_tokens=False)

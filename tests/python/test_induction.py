@@ -13,6 +13,8 @@ from hisparse_rt.tools import induction
 from hisparse_rt.tools.calibrate import calibrate
 from hisparse_rt.tools.convert import convert
 
+pytestmark = pytest.mark.slow  # of the front and the tools; what it runs in C the other tests run too
+
 LENGTH = 2048
 
 

@@ -16,6 +16,8 @@ from hisparse_rt.tools.convert import convert
 from hisparse_rt.tools.model_sizes import sizes
 from shell import fails, run
 
+pytestmark = pytest.mark.slow  # of the front and the tools; what it runs in C the other tests run too
+
 MIB = 1 << 20
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, 4000)]
 MINMAX = Profile(selector="minmax", budget=128, virtual_tokens=False)

@@ -52,9 +52,13 @@ def options(mode: str, kv: str) -> dict:
     return {"kv": kv, "profile": profile, "window_size": 64, "sink_size": 64, "rollback_tokens": 64, **more}
 
 
-@pytest.mark.parametrize("io", ["auto", "pread"])
-@pytest.mark.parametrize("kv", ["bf16", "f32", "int8", "compact", "vtq"])
-@pytest.mark.parametrize("mode", MODES)
+# With the sanitizers a few, without them all.
+QUICK = {("dense", "bf16", "auto"), ("sparse", "int8", "pread"), ("sketch", "compact", "auto")}
+SQUEEZES = [pytest.param(mode, kv, io, marks=() if (mode, kv, io) in QUICK else pytest.mark.slow)
+            for mode in MODES for kv in SQUEEZED for io in ("auto", "pread")]
+
+
+@pytest.mark.parametrize("mode, kv, io", SQUEEZES)
 def test_squeezed_is_resident(model_file, cold, mode, kv, io):
     with hs.load(model_file, threads=2) as model, model.session(**options(mode, kv)) as session:
         want = run(session)
