@@ -63,7 +63,7 @@ def test_against_reference(paths, name):
     assert np.abs(got - dense).max() > 1e-2   # something was left out
 
 
-@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "prompt_runs" else pytest.mark.slow) for name in RULES])
 @pytest.mark.parametrize("options", [{"threads": 1}, {"chunk": 64}, {"chunk": 100}, {"debug_async": True}, {"max_batch": 128}],
                          ids=lambda options: "-".join(options))
 def test_bits_do_not_depend_on_how_it_is_computed(paths, name, options):
