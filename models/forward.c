@@ -18,13 +18,7 @@ static uint64_t widest(const hsri_hparams *hp)
     return hsri_max(hsri_max(qkv, gate_up), hp->hidden);
 }
 
-/* Cut the next `floats` floats off the arena, at a cache line. */
-static hsri_ref carve(hsri_ref *next, uint64_t floats)
-{
-    hsri_ref at = *next;
-    *next = hsri_at(*next, hsri_round_up(floats * sizeof(float), 64));
-    return at;
-}
+static hsri_ref carve(hsri_ref *next, uint64_t floats) { return hsri_carve(next, floats * sizeof(float)); }
 
 static void lay_out(hsri_scratch *s, const hsri_hparams *hp, hsri_ref *next)
 {

@@ -13,4 +13,12 @@ typedef struct hsri_ref {
 
 static inline hsri_ref hsri_at(hsri_ref r, uint64_t bytes) { r.offset += bytes; return r; }
 
+/* Cut the next `bytes` off an arena, in whole cache lines. */
+static inline hsri_ref hsri_carve(hsri_ref *next, uint64_t bytes)
+{
+    hsri_ref at = *next;
+    *next = hsri_at(*next, (bytes + 63) / 64 * 64);
+    return at;
+}
+
 #endif

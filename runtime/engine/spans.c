@@ -246,25 +246,18 @@ void hsri_spans_settle(hsr_engine *e)
 
 /* ---- memory --------------------------------------------------------------------------------------------------- */
 
-static hsri_ref carve(hsri_ref *next, uint64_t bytes)
-{
-    hsri_ref at = *next;
-    *next = hsri_at(*next, hsri_round_up(bytes, 64));
-    return at;
-}
-
 /* Arrays whose size the engine's options fix. */
 static void lay_out(hsr_engine *e, uint64_t rows, uint64_t parts, hsri_ref *next)
 {
     const hsri_hparams *hp = &e->model->hp;
     hsri_spans *t = &e->spans;
-    t->d_picks           = carve(next, rows * sizeof *t->picks);
-    t->d_pick_of         = carve(next, rows * sizeof *t->pick_of);
-    t->d_settings        = carve(next, 2 * hp->n_layers * parts * sizeof *t->settings);
-    e->room.counts       = carve(next, rows * hp->n_kv_heads * sizeof(uint32_t));
-    e->room.virtual_part = carve(next, rows * hp->n_heads * (hp->head_dim + 2ull) * sizeof(float));
-    e->room.covered      = carve(next, hp->n_layers * rows * hp->n_heads * sizeof(float));
-    e->room.attended     = carve(next, hp->n_layers * rows * hp->n_kv_heads * sizeof(uint32_t));
+    t->d_picks           = hsri_carve(next, rows * sizeof *t->picks);
+    t->d_pick_of         = hsri_carve(next, rows * sizeof *t->pick_of);
+    t->d_settings        = hsri_carve(next, 2 * hp->n_layers * parts * sizeof *t->settings);
+    e->room.counts       = hsri_carve(next, rows * hp->n_kv_heads * sizeof(uint32_t));
+    e->room.virtual_part = hsri_carve(next, rows * hp->n_heads * (hp->head_dim + 2ull) * sizeof(float));
+    e->room.covered      = hsri_carve(next, hp->n_layers * rows * hp->n_heads * sizeof(float));
+    e->room.attended     = hsri_carve(next, hp->n_layers * rows * hp->n_kv_heads * sizeof(uint32_t));
 }
 
 hsr_status hsri_spans_create(hsr_engine *e, hsr_error *err)

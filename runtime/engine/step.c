@@ -15,23 +15,16 @@
 
 /* ---- arrays --------------------------------------------------------------------------------------------------- */
 
-static hsri_ref carve(hsri_ref *next, uint64_t bytes)
-{
-    hsri_ref at = *next;
-    *next = hsri_at(*next, hsri_round_up(bytes, 64));
-    return at;
-}
-
 static void lay_out(hsri_step *t, uint64_t rows, uint64_t parts, hsri_ref *next)
 {
-    t->d_rows    = carve(next, rows * sizeof *t->rows);
-    t->d_ids     = carve(next, rows * sizeof *t->ids);
-    t->d_index   = carve(next, parts * sizeof *t->index);
-    t->d_wanted  = carve(next, rows * sizeof *t->wanted);
-    t->d_flags   = carve(next, rows * sizeof *t->flags);
-    t->d_seqs    = carve(next, parts * sizeof *t->seqs);
-    t->d_params  = carve(next, parts * sizeof *t->params);
-    t->d_sampled = carve(next, parts * sizeof *t->sampled);
+    t->d_rows    = hsri_carve(next, rows * sizeof *t->rows);
+    t->d_ids     = hsri_carve(next, rows * sizeof *t->ids);
+    t->d_index   = hsri_carve(next, parts * sizeof *t->index);
+    t->d_wanted  = hsri_carve(next, rows * sizeof *t->wanted);
+    t->d_flags   = hsri_carve(next, rows * sizeof *t->flags);
+    t->d_seqs    = hsri_carve(next, parts * sizeof *t->seqs);
+    t->d_params  = hsri_carve(next, parts * sizeof *t->params);
+    t->d_sampled = hsri_carve(next, parts * sizeof *t->sampled);
 }
 
 hsr_status hsri_step_create(hsr_engine *e, hsr_error *err)
