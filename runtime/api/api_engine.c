@@ -20,29 +20,22 @@ void hsr_engine_opts_init(hsr_engine_opts *opts, uint32_t struct_size)
     hsri_struct_fill(opts, struct_size, &defaults, sizeof defaults);
 }
 
-static hsr_status in_range(const char *name, int32_t value, int32_t lo, int32_t hi, hsr_error *err)
-{
-    if (value >= lo && value <= hi)
-        return HSR_OK;
-    return hsri_fail(err, HSR_E_INVALID, "%s is %d, allowed are %d to %d", name, value, lo, hi);
-}
-
 hsr_status hsri_check_engine_opts(const hsr_engine_opts *o, hsr_error *err)
 {
-    HSRI_TRY(in_range("n_threads", o->n_threads, 0, MAX_THREADS, err));
-    HSRI_TRY(in_range("isa", o->isa, HSR_ISA_AUTO, HSR_ISA_AMX, err));
-    HSRI_TRY(in_range("chunk_tokens", o->chunk_tokens, 1, MAX_CHUNK, err));
-    HSRI_TRY(in_range("max_sessions", o->max_sessions, 1, MAX_SESSIONS, err));
-    HSRI_TRY(in_range("max_batch", o->max_batch, 1, 16 * MAX_CHUNK, err));
-    HSRI_TRY(in_range("io_engine", o->io_engine, HSR_IO_AUTO, HSR_IO_PREAD, err));
-    HSRI_TRY(in_range("io_deadline_ms", o->io_deadline_ms, 1, INT32_MAX, err));
-    HSRI_TRY(in_range("importance", o->importance, HSR_IMPORTANCE_BALANCED, HSR_IMPORTANCE_CHAT, err));
-    HSRI_TRY(in_range("prefetch_depth", o->prefetch_depth, 0, 4096, err));
+    HSRI_TRY(hsri_in_range("n_threads", o->n_threads, 0, MAX_THREADS, err));
+    HSRI_TRY(hsri_in_range("isa", o->isa, HSR_ISA_AUTO, HSR_ISA_AMX, err));
+    HSRI_TRY(hsri_in_range("chunk_tokens", o->chunk_tokens, 1, MAX_CHUNK, err));
+    HSRI_TRY(hsri_in_range("max_sessions", o->max_sessions, 1, MAX_SESSIONS, err));
+    HSRI_TRY(hsri_in_range("max_batch", o->max_batch, 1, 16 * MAX_CHUNK, err));
+    HSRI_TRY(hsri_in_range("io_engine", o->io_engine, HSR_IO_AUTO, HSR_IO_PREAD, err));
+    HSRI_TRY(hsri_in_range("io_deadline_ms", o->io_deadline_ms, 1, INT32_MAX, err));
+    HSRI_TRY(hsri_in_range("importance", o->importance, HSR_IMPORTANCE_BALANCED, HSR_IMPORTANCE_CHAT, err));
+    HSRI_TRY(hsri_in_range("prefetch_depth", o->prefetch_depth, 0, 4096, err));
     if (o->cold_bytes != 0 && !o->cold_dir)
         return hsri_fail(err, HSR_E_INVALID, "cold_bytes is %llu without a cold_dir", (unsigned long long)o->cold_bytes);
     if (o->cold_dir && (!o->cold_dir[0] || (o->cold_bytes != 0 && o->cold_bytes < HSRI_BLOCK_BYTES)))
         return hsri_fail(err, HSR_E_INVALID, o->cold_dir[0] ? "cold_bytes is less than one extent of 1 MiB" : "cold_dir is empty");
-    HSRI_TRY(in_range("log_level", o->log_level, HSR_LOG_ERROR, HSR_LOG_DEBUG, err));
+    HSRI_TRY(hsri_in_range("log_level", o->log_level, HSR_LOG_ERROR, HSR_LOG_DEBUG, err));
     if (o->flags & ~HSR_ENGINE_ASYNC_DEBUG)
         return hsri_fail(err, HSR_E_INVALID, "flags is 0x%x, this library knows 0x%x", o->flags, HSR_ENGINE_ASYNC_DEBUG);
     if (o->hot_bytes != 0 && o->hot_bytes < HSRI_BLOCK_BYTES)

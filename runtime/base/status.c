@@ -135,3 +135,10 @@ void hsri_clear(hsr_error *err)
     if (message_room(err))
         err->message[0] = '\0';
 }
+
+hsr_status hsri_in_range(const char *name, int32_t value, int32_t lo, int32_t hi, hsr_error *err)
+{
+    if (value >= lo && value <= hi)
+        return HSR_OK;
+    return hsri_fail(err, HSR_E_INVALID, "%s is %d, allowed are %d to %d", name, value, lo, hi);
+}

@@ -28,4 +28,7 @@ size_t hsri_clean_text(char *text, size_t n, bool truncated);
 
 #define HSRI_TRY(call) do { hsr_status try_status_ = (call); if (try_status_ < 0) return try_status_; } while (0)
 
+/* HSR_E_INVALID, naming the option and what is allowed, unless lo <= value <= hi. */
+hsr_status hsri_in_range(const char *name, int32_t value, int32_t lo, int32_t hi, hsr_error *err);
+
 #endif

@@ -10,13 +10,6 @@
 
 /* ---- checking ------------------------------------------------------------------------------------------------- */
 
-static hsr_status in_range(const char *name, int32_t value, int32_t lo, int32_t hi, hsr_error *err)
-{
-    if (value >= lo && value <= hi)
-        return HSR_OK;
-    return hsri_fail(err, HSR_E_INVALID, "%s is %d, allowed are %d to %d", name, value, lo, hi);
-}
-
 static hsr_status is_slice(const char *name, int32_t value, hsr_error *err)
 {
     if (value == 16 || value == 32 || value == 64)
@@ -33,41 +26,41 @@ static hsr_status check_layers(const hsr_profile *p, uint32_t n_layers, hsr_erro
     if (p->n_dense_layers > n_layers)
         return hsri_fail(err, HSR_E_INVALID, "dense_layers names %u layers, the model has %u", p->n_dense_layers, n_layers);
     for (uint32_t i = 0; i < p->n_dense_layers; i++)
-        HSRI_TRY(in_range("a number in dense_layers", p->dense_layers[i], 0, (int32_t)n_layers - 1, err));
+        HSRI_TRY(hsri_in_range("a number in dense_layers", p->dense_layers[i], 0, (int32_t)n_layers - 1, err));
     for (uint32_t i = 0; i < p->n_layer_budgets; i++)
         if (p->layer_budgets[i])
-            HSRI_TRY(in_range("a number in layer_budgets", p->layer_budgets[i], (int32_t)HSRI_UNIT_TOKENS, MAX_TOKENS, err));
+            HSRI_TRY(hsri_in_range("a number in layer_budgets", p->layer_budgets[i], (int32_t)HSRI_UNIT_TOKENS, MAX_TOKENS, err));
     return HSR_OK;
 }
 
 static hsr_status check_classic(const hsr_profile *p, hsr_error *err)
 {
-    HSRI_TRY(in_range("block_size_coarse", p->block_size_coarse, 64, 1 << 20, err));
+    HSRI_TRY(hsri_in_range("block_size_coarse", p->block_size_coarse, 64, 1 << 20, err));
     if (p->block_size_coarse % 64)
         return hsri_fail(err, HSR_E_INVALID, "block_size_coarse is %d, allowed are multiples of 64", p->block_size_coarse);
     HSRI_TRY(is_slice("block_size_fine", p->block_size_fine, err));
-    HSRI_TRY(in_range("top_k_coarse", p->top_k_coarse, 1, MAX_TOKENS, err));
-    return in_range("top_k_fine", p->top_k_fine, 1, MAX_TOKENS, err);
+    HSRI_TRY(hsri_in_range("top_k_coarse", p->top_k_coarse, 1, MAX_TOKENS, err));
+    return hsri_in_range("top_k_fine", p->top_k_fine, 1, MAX_TOKENS, err);
 }
 
 static hsr_status check(const hsr_profile *p, uint32_t n_layers, bool calibrated, hsr_error *err)
 {
-    HSRI_TRY(in_range("selector", p->selector, HSR_SELECT_AUTO, HSR_SELECT_ORACLE, err));
+    HSRI_TRY(hsri_in_range("selector", p->selector, HSR_SELECT_AUTO, HSR_SELECT_ORACLE, err));
     if ((p->selector == HSR_SELECT_SKETCH || p->selector == HSR_SELECT_CLUSTER) && !calibrated)
         return hsri_fail(err, HSR_E_UNSUPPORTED, "selector %s needs the model's calibration, and none was loaded",
                          p->selector == HSR_SELECT_SKETCH ? "sketch" : "cluster");
-    HSRI_TRY(in_range("budget", p->budget, (int32_t)HSRI_UNIT_TOKENS, MAX_TOKENS, err));
+    HSRI_TRY(hsri_in_range("budget", p->budget, (int32_t)HSRI_UNIT_TOKENS, MAX_TOKENS, err));
     if (!(p->sparse_ratio >= 0 && p->sparse_ratio <= 1))
         return hsri_fail(err, HSR_E_INVALID, "sparse_ratio is %g, allowed are 0 to 1", (double)p->sparse_ratio);
     HSRI_TRY(is_slice("slice_size", p->slice_size, err));
-    HSRI_TRY(in_range("forced_history", p->forced_history, 0, 64, err));
+    HSRI_TRY(hsri_in_range("forced_history", p->forced_history, 0, 64, err));
     if (p->forced_history > 0 || p->selector == HSR_SELECT_HISTORY)
         return hsri_fail(err, HSR_E_UNSUPPORTED, "%s needs a history of attention, which this version does not keep",
                          p->forced_history > 0 ? "forced_history above 0" : "selector history");
-    HSRI_TRY(in_range("candidates", p->candidates, 0, MAX_TOKENS, err));
-    HSRI_TRY(in_range("dense_below", p->dense_below, 0, INT32_MAX, err));
-    HSRI_TRY(in_range("prefill_dense_below", p->prefill_dense_below, 0, INT32_MAX, err));
-    HSRI_TRY(in_range("prefill_budget", p->prefill_budget, 0, MAX_TOKENS, err));
+    HSRI_TRY(hsri_in_range("candidates", p->candidates, 0, MAX_TOKENS, err));
+    HSRI_TRY(hsri_in_range("dense_below", p->dense_below, 0, INT32_MAX, err));
+    HSRI_TRY(hsri_in_range("prefill_dense_below", p->prefill_dense_below, 0, INT32_MAX, err));
+    HSRI_TRY(hsri_in_range("prefill_budget", p->prefill_budget, 0, MAX_TOKENS, err));
     HSRI_TRY(check_classic(p, err));
     return check_layers(p, n_layers, err);
 }
