@@ -258,6 +258,15 @@ static float query_at(uint32_t pos, uint32_t head, uint32_t d, uint32_t j)
     return 1.5f * noise(40 + head, (uint64_t)pos * d + j) / (1.0f + 0.03f * (float)j);
 }
 
+static double largest(const float *v, uint32_t n)
+{
+    float most = 0;
+
+    for (uint32_t j = 0; j < n; j++)
+        most = fabsf(v[j]) > most ? fabsf(v[j]) : most;
+    return most;
+}
+
 static void naive_see(const world *w, naive *n, uint32_t pos, uint32_t head, uint32_t token, bool sealed)
 {
     uint32_t     d = w->s.d, kv_head = head / (N_HEADS / N_KV);
@@ -273,10 +282,9 @@ static void naive_see(const world *w, naive *n, uint32_t pos, uint32_t head, uin
     weight = exp(s - m);
     n->m = m;
     n->l = n->l * old + weight;
-    for (uint32_t j = 0; j < d; j++) {
+    for (uint32_t j = 0; j < d; j++)
         n->o[j] = n->o[j] * old + weight * v[j];
-        n->size = fmax(n->size, fabs(v[j]));
-    }
+    n->size = fmax(n->size, largest(v, d));
 }
 
 static bool reads_sealed(const shape *s, uint32_t page, uint32_t pos)
