@@ -255,7 +255,7 @@ static hsr_status promise_slots(hsri_cache *cache, uint64_t reserved, hsr_error 
         held += store->slots.n_reserved;
     }
     available = hsri_pool_available(cache->pool);
-    if (need > held + available && !(cache->family && hsri_tiers_reclaim(cache->opts.tiers, need - held - available, true)))
+    if (need > held + available && !(cache->family && hsri_tiers_make_available(cache->opts.tiers, need - held)))
         return hsri_refuse(cache, reserved, need - held, err);
     /* Those that shrink first, so that the others find their blocks. */
     for (int grow = 0; grow < 2; grow++)

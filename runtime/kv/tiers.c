@@ -225,7 +225,7 @@ static bool settle_frames(hsri_tiers *t, hsri_shelf *shelf)
 {
     uint64_t lacking = frames_short(shelf), there = hsri_pool_available(t->opts.pool);
     if (lacking > there)
-        hsri_tiers_reclaim(t, lacking - there, true);
+        hsri_tiers_reclaim(t, lacking - there);
     return hsri_shelf_settle_frames(shelf);
 }
 
@@ -261,6 +261,26 @@ static hsr_status refuse(const hsri_family *f, const terms *to, hsr_error *err)
                      (unsigned long long)mib(to->n_members * f->working_set, shelf), (unsigned long long)ram);
 }
 
+bool hsri_family_give_homes(hsri_family *f)
+{
+    terms to = terms_of(f);
+    to.homed = true;
+    return agree(f, &to);
+}
+
+/* As agree, but others are given homes for it, too. */
+static bool agree_among_all(hsri_family *f, const terms *to)
+{
+    if (agree(f, to))
+        return true;
+    hsri_shelf *shelf = &f->tiers->shelves[f->format];
+    terms from = terms_of(f);
+    set_terms(f, to);
+    uint64_t lacking = frames_short(shelf);
+    set_terms(f, &from);
+    return lacking > 0 && hsri_tiers_make_available(f->tiers, lacking) && agree(f, to);
+}
+
 hsr_status hsri_family_promise(hsri_family *f, uint64_t before, uint64_t after, hsr_error *err)
 {
     terms to = terms_of(f);
@@ -268,9 +288,7 @@ hsr_status hsri_family_promise(hsri_family *f, uint64_t before, uint64_t after, 
     if (agree(f, &to))
         return HSR_OK;
     to.homed = true;
-    if (agree(f, &to))
-        return HSR_OK;
-    return refuse(f, &to, err);
+    return agree_among_all(f, &to) ? HSR_OK : refuse(f, &to, err);
 }
 
 /* ---- families ---- */
@@ -299,7 +317,7 @@ hsr_status hsri_family_join(hsri_family *f, hsr_error *err)
 {
     terms to = terms_of(f);
     to.n_members++;
-    return agree(f, &to) ? HSR_OK : refuse(f, &to, err);
+    return agree_among_all(f, &to) ? HSR_OK : refuse(f, &to, err);
 }
 
 void hsri_family_leave(hsri_family *f)

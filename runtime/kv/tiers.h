@@ -64,9 +64,10 @@ void hsri_tiers_poll(hsri_tiers *tiers);
 /* Some page has left its frame: tables may be stale, and pages that are read must be held. */
 bool hsri_tiers_must_hold(const hsri_tiers *tiers);
 
-/* Free at least n blocks for others by letting pages leave and moving what must stay; false if promises forbid it. No operation that
- * reads sealed pages may be under way, and if `idle` says so none that writes them either: then those may move, too. */
-bool hsri_tiers_reclaim(hsri_tiers *tiers, uint64_t n, bool idle);
+/* Have n blocks available in the pool: pages leave, after having been written if need be, and those that must stay move. Families
+ * are given homes for it, the largest first. False: promises forbid it, or pages cannot be written within the deadline. No operation
+ * that reads or writes sealed pages may be under way. */
+bool hsri_tiers_make_available(hsri_tiers *tiers, uint64_t n);
 
 void hsri_tiers_get_stats(hsri_tiers *tiers, hsri_tiers_stats *stats);
 

@@ -118,6 +118,9 @@ uint64_t hsri_family_frames(const hsri_family *f);
 uint64_t hsri_family_homes(const hsri_family *f);
 void hsri_family_free_if_empty(hsri_family *f);
 
+/* False: the cold file has no room for all its pages; nothing has changed. */
+bool hsri_family_give_homes(hsri_family *f);
+
 /* ---- bodies.c ---- */
 
 /* Take in ends, waiting for one up to timeout_ms. Returns how many. */
@@ -142,6 +145,9 @@ hsr_status hsri_frame_take(hsri_tiers *t, hsri_shelf *shelf, bool wait, uint32_t
 
 /* Frames that can be had without waiting, of all formats. */
 uint64_t hsri_frames_at_once(const hsri_tiers *t, const hsri_shelf *shelf);
+
+/* Free at least n blocks for others by letting pages leave and moving what must stay, without waiting for anything. */
+bool hsri_tiers_reclaim(hsri_tiers *t, uint64_t n);
 
 /* Moves that nobody asked for: writing home, keeping frames free for demand, bringing back what has become important. */
 void hsri_tiers_tidy(hsri_tiers *t);

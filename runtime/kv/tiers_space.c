@@ -274,9 +274,10 @@ static bool reclaim(hsri_tiers *t, uint64_t n, bool idle, const hsri_shelf *exce
     return hsri_pool_available(t->opts.pool) - had >= n;
 }
 
-bool hsri_tiers_reclaim(hsri_tiers *t, uint64_t n, bool idle)
+
+bool hsri_tiers_reclaim(hsri_tiers *t, uint64_t n)
 {
-    return reclaim(t, n, idle, NULL);
+    return reclaim(t, n, true, NULL);
 }
 
 /* ---- frames ---- */
@@ -312,6 +313,56 @@ static hsr_status wait_for_frame(hsri_tiers *t, uint64_t end, hsr_error *err)
     hsri_tiers_collect(t, (end - now) / 1000000u + 1);
     return t->stats.write_failures > failures && t->n_writing == 0 ? no_frame(t, err) : HSR_OK;
 }
+
+/* ---- blocks that must be had ---- */
+
+/* Blocks that would be there once all writes have ended. */
+static uint64_t blocks_in_reach(const hsri_tiers *t)
+{
+    uint64_t n = hsri_pool_available(t->opts.pool);
+    for (int format = 0; format < HSRI_N_KV_FORMATS; format++)
+        n += excess(&t->shelves[format]);
+    return n;
+}
+
+/* The family without homes that has the most pages, of those with fewer than `below`. Rare, so a walk will do. */
+static hsri_family *largest_without_homes(const hsri_tiers *t, uint64_t below)
+{
+    hsri_family *largest = NULL;
+    for (size_t i = 0; i < t->n_bodies; i++) {
+        hsri_family *f = t->bodies[i].refs > 0 ? t->bodies[i].family : NULL;
+        if (f && !f->homed && f->n_bodies < below && (!largest || f->n_bodies > largest->n_bodies))
+            largest = f;
+    }
+    return largest;
+}
+
+/* Families are given homes until n blocks are in reach, the largest first: an idle session must not keep others out. */
+static bool bring_into_reach(hsri_tiers *t, uint64_t n)
+{
+    uint64_t below = UINT64_MAX;
+    while (blocks_in_reach(t) < n) {
+        hsri_family *f = largest_without_homes(t, below);
+        if (!f)
+            return false;
+        if (!hsri_family_give_homes(f))
+            below = f->n_bodies;
+    }
+    return true;
+}
+
+bool hsri_tiers_make_available(hsri_tiers *t, uint64_t n)
+{
+    uint64_t end = hsri_now_ns() + t->opts.deadline_ms * 1000000ull, there;
+    if (!bring_into_reach(t, n))
+        return false;
+    while ((there = hsri_pool_available(t->opts.pool)) < n)
+        if (!reclaim(t, n - there, true, NULL) && wait_for_frame(t, end, NULL) < 0)
+            return false;
+    return true;
+}
+
+/* ---- frames for pages ---- */
 
 hsr_status hsri_frame_take(hsri_tiers *t, hsri_shelf *shelf, bool wait, uint32_t *entry, hsr_error *err)
 {

@@ -110,6 +110,41 @@ def test_sessions_beside_each_other(model_file, cold):
         assert np.array_equal(logits, want_logits)
 
 
+@pytest.mark.slow
+def test_every_budget_between_squeezed_and_resident(model_file, cold):
+    """What is short first, pages or index, depends on the budget: from the least on, each of them does."""
+
+    def grow(session):
+        for i in range(0, LENGTH, 500):
+            logits = session.logits(IDS[i : i + 500])
+        return logits
+
+    with hs.load(model_file, threads=2) as model, model.session(**options("sketch", "compact")) as session:
+        want = grow(session)
+        most = model.stats().hot_blocks_used
+    for hot in range(SQUEEZED["compact"], most + 2):
+        with hs.load(model_file, threads=2, hot=f"{hot}MiB", cold=cold, cold_size="64MiB") as model:
+            with model.session(**options("sketch", "compact")) as session:
+                assert np.array_equal(grow(session), want), f"{hot} MiB"
+
+
+@pytest.mark.parametrize("mode, kv", [("dense", "bf16"), ("sketch", "compact")])
+def test_an_idle_session_makes_room(model_file, cold, mode, kv):
+    """A session that got its memory while there was plenty does not keep others out of it."""
+    with hs.load(model_file, threads=2) as model, model.session(**options(mode, kv)) as session:
+        want = run(session)
+        most = model.stats().hot_blocks_used
+    with hs.load(model_file, threads=2, hot=f"{most * 2}MiB", cold=cold, cold_size="256MiB") as model:
+        sessions = [model.session(**options(mode, kv)) for _ in range(3)]
+        for session in sessions:
+            session.logits(IDS[:-1])
+            assert session is not sessions[0] or model.stats().cold_evictions == 0
+        assert model.stats().cold_evictions > 0
+        for session in sessions:
+            session.append(IDS[-1:])
+            assert list(session.generate(max_tokens=OUTPUT, ignore_eos=True, return_details=True).tokens) == want[0]
+
+
 def test_forks_share_cold_pages(model_file, cold):
     with hs.load(model_file, threads=2) as model, model.session(**options("dense", "bf16")) as session:
         session.append(IDS)
