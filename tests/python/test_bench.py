@@ -109,7 +109,8 @@ def test_bounds_are_what_was_measured_over_what_was_counted(path) -> None:
 
 
 @pytest.mark.parametrize("arguments, text", [
-    (("--depths", "64,x"), "64,x"), (("--depths", "0"), "from 1"), (("--depths", ""), "512,2K"), (("--depths", "4M"), "4M"),
+    (("--depths", "64,x"), "'x' is not a whole number"), (("--depths", "0"), "from 1"), (("--depths", ""), "512 or 64K"),
+    (("--depths", "4G"), "4G"), (("--context", "2048M"), "from 1"),
     (("--repeats", "0"), "--repeats"), (("--batch", "1"), "--batch"), (("--limit", "0"), "--limit"), (("--budget", "x"), "--budget"),
     (("--peers", "ollama"), "'ollama' is no peer; known are llama.cpp, openvino"), (("--peers", "openvino,openvino"), "twice"),
     (("--peers", "openvino"), "--peer-model"), (("--peer-python", "openvino"), "PEER=INTERPRETER"),

@@ -236,7 +236,7 @@ def test_the_command_refuses(path, tmp_path):
     shell.fails("eval", "ppl", path, "--text", tmp_path / "short.txt", text="tokens, and 8449 are needed")
     shell.fails("eval", "ppl", path, "--text", tmp_path / "none.txt", text="none.txt")
     shell.fails("eval", "ppl", path, "--profile", "turbo", text="known presets")
-    shell.fails("eval", "ppl", path, "--context", "a", code=2, text="not a list of numbers")
+    shell.fails("eval", "ppl", path, "--context", "a", code=2, text="not a whole number")
     shell.fails("eval", "needle", path, "--depths", "2", code=2, text="a depth is from 0")
     shell.fails("eval", "needle", path, "--kinds", "hay", code=2, text="'hay' is not one of single")
     shell.fails("eval", "recall", path, "--budget", "100", text="multiples of 16")

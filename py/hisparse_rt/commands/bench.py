@@ -7,7 +7,6 @@ import inspect
 import json
 import os
 import platform
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,18 +27,6 @@ _DEFAULT_DEPTHS = [512, 2048, 8192, 16384, 32768]
 # ---- options ----------------------------------------------------------------------------------------------------
 
 
-def _depths(text: str) -> list[int]:
-    depths = []
-    for part in text.split(","):
-        match = re.fullmatch(r"\s*(-?\d+)\s*([Kk]?)\s*", part, re.ASCII)
-        if match is None:
-            raise ValueError(f"{text!r} is not a list of token counts, such as 512,2K")
-        depths.append(int(match[1]) * (1024 if match[2] else 1))
-    if min(depths) < 1 or max(depths) >= 1 << 31:
-        raise ValueError(f"a depth is from 1 to {(1 << 31) - 1} tokens")
-    return sorted(set(depths))
-
-
 def _peers(text: str) -> list[str]:
     names = [part.strip() for part in text.split(",")]
     programs.check_names(names)
@@ -56,7 +43,7 @@ def _peer_python(text: str) -> tuple[str, str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
-    parser.add_argument("--depths", type=common.checked(_depths), metavar="N,N",
+    parser.add_argument("--depths", type=common.counts(1), metavar="N,N",
                         help="tokens already in the session (default: those of 512,2K,8K,16K,32K that the model was trained for)")
     parser.add_argument("--context", type=common.whole(1), metavar="N", help="one depth: the same as --depths N --beyond-trained")
     parser.add_argument("--fill", choices=["synthetic"],
@@ -190,7 +177,7 @@ def _open(args: argparse.Namespace) -> Model:
 def _fitting(model: Model, args: argparse.Namespace) -> list[int]:
     """The depths asked for; ContextError if one passes the trained length. Of the default ones, those that do not."""
     trained = model.info.context_length
-    depths: list[int] = args.depths or _DEFAULT_DEPTHS
+    depths: list[int] = sorted(set(args.depths or _DEFAULT_DEPTHS))
     if args.beyond_trained or max(depths) + args.decode_tokens <= trained:
         return depths
     if args.depths:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import math
 import os
+import re
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -32,14 +33,31 @@ def checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse
 
 
+_COUNT = re.compile(r"\s*(-?\d+)\s*([KkMm]?)\s*", re.ASCII)
+
+
+def count(text: str) -> int:
+    """A whole number as people write counts of tokens: 512, 64K (of 1024), 1M (of 1024 K). ValueError if it is none."""
+    match = _COUNT.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a whole number, such as 512 or 64K")
+    return int(match[1]) * {"": 1, "K": 1 << 10, "M": 1 << 20}[match[2].upper()]
+
+
+def counts(low: int, high: int = (1 << 31) - 1) -> Callable[[str], list[int]]:
+    """An argparse type: whole numbers from low to high, separated by commas."""
+    one = whole(low, high)
+    return lambda text: [one(part) for part in text.split(",")]
+
+
 def whole(low: int, high: int = (1 << 31) - 1) -> Callable[[str], int]:
-    """An argparse type: an integer from low to high."""
+    """An argparse type: a whole number from low to high."""
 
     def parse(text: str) -> int:
         try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+            value = count(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"{value} is not allowed, the value must be from {low} to {high}")
         return value

@@ -51,19 +51,6 @@ def run(args: argparse.Namespace) -> int:
 # ---- options ----------------------------------------------------------------------------------------------------
 
 
-def _numbers(low: int) -> Callable[[str], list[int]]:
-    def parse(text: str) -> list[int]:
-        try:
-            values = [int(part) for part in text.split(",")]
-        except ValueError:
-            raise ValueError(f"{text!r} is not a list of numbers, such as 512,1024") from None
-        if min(values) < low:
-            raise ValueError(f"{min(values)} is not allowed, the least is {low}")
-        return values
-
-    return parse
-
-
 def _depths(text: str) -> list[float]:
     try:
         values = [float(part) for part in text.split(",")]
@@ -88,7 +75,7 @@ def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 def _add_text(parser: argparse.ArgumentParser, tokens: int) -> None:
     parser.add_argument("--text", metavar="FILE", action="append", default=[],
                         help="text to predict; may be given several times (default: Python's own standard library)")
-    parser.add_argument("--context", type=common.checked(_numbers(1)), default=[8192], metavar="N,N",
+    parser.add_argument("--context", type=common.counts(1), default=[8192], metavar="N,N",
                         help="tokens of the dense prompt, before the text is predicted (default: 8192)")
     parser.add_argument("--tokens", type=common.whole(1), default=tokens, metavar="M", help="tokens to predict (default: %(default)s)")
 
@@ -109,7 +96,7 @@ def _add_needle(parser: argparse.ArgumentParser) -> None:
     from ..eval.needle import KINDS
 
     parser.add_argument("--text", metavar="FILE", help="text to hide facts in (default: Python's own standard library)")
-    parser.add_argument("--lengths", type=common.checked(_numbers(512)), default=[8192], metavar="N,N", help="tokens (default: 8192)")
+    parser.add_argument("--lengths", type=common.counts(512), default=[8192], metavar="N,N", help="tokens (default: 8192)")
     parser.add_argument("--depths", type=common.checked(_depths), default=[0.1, 0.3, 0.5, 0.7, 0.9], metavar="D,D",
                         help="places of the facts, 0 to 1 (default: 0.1,0.3,0.5,0.7,0.9)")
     parser.add_argument("--kinds", type=common.checked(_names(KINDS)), default=["single"], metavar="KIND,KIND",
@@ -133,7 +120,7 @@ def _add_curve(parser: argparse.ArgumentParser) -> None:
     _add_text(parser, 128)
     known = tuple(name for name in SELECTORS if name != "auto")
     parser.add_argument("--selectors", type=common.checked(_names(known)), metavar="NAME,NAME", help="(default: all that the model allows)")
-    parser.add_argument("--budgets", type=common.checked(_numbers(16)), default=[512, 1024, 2048], metavar="N,N",
+    parser.add_argument("--budgets", type=common.counts(16), default=[512, 1024, 2048], metavar="N,N",
                         help="(default: 512,1024,2048)")
 
 
