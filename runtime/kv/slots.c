@@ -221,7 +221,7 @@ uint32_t hsri_slots_drop(hsri_slots *slots, uint32_t entry)
     return HSRI_NO_BLOCK;
 }
 
-bool hsri_slots_move(hsri_slots *slots, uint32_t entry, uint32_t *to)
+bool hsri_slots_take_elsewhere(hsri_slots *slots, uint32_t entry, uint32_t *to)
 {
     for (size_t i = slots->first_free; i < slots->n_blocks; i++) {
         hsri_held_block *held = &slots->blocks[i];
@@ -231,7 +231,6 @@ bool hsri_slots_move(hsri_slots *slots, uint32_t entry, uint32_t *to)
         *to = held->block << 8 | take_bit(held->used);
         slots->n_used++;
         slots->n_free--;
-        hsri_slots_drop(slots, entry);
         return true;
     }
     return false;

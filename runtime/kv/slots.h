@@ -62,9 +62,9 @@ hsr_status hsri_slots_take_near(hsri_slots *slots, uint32_t *near, uint32_t *ent
  * Returns the block if this leaves it with one other holder, else HSRI_NO_BLOCK. */
 uint32_t hsri_slots_drop(hsri_slots *slots, uint32_t entry);
 
-/* Exchange a slot in use for one in another own block that has a free one; false if none has. Nobody else may see the slot. Promises
- * are not changed: call hsri_slots_promise when done. */
-bool hsri_slots_move(hsri_slots *slots, uint32_t entry, uint32_t *to);
+/* A slot in another own block than that of `entry`, for what is in `entry`, which the caller copies and then drops: with its last slot
+ * a block may leave memory. False if no other block has a free slot. Promises are not changed: call hsri_slots_promise when done. */
+bool hsri_slots_take_elsewhere(hsri_slots *slots, uint32_t entry, uint32_t *to);
 
 /* Let `to` see a slot of `from`. HSR_E_NOMEM: nothing has changed. The reservation of `from` may now be short of its promise. */
 hsr_status hsri_slots_share(hsri_slots *from, hsri_slots *to, uint32_t entry, hsr_error *err);

@@ -228,11 +228,13 @@ static bool move_frame(hsri_tiers *t, hsri_shelf *shelf, uint32_t body)
 {
     uint32_t from = t->bodies[body].entry, to;
     t->bodies[body].pins++;         /* not the one to leave */
-    bool moved = hsri_slots_move(&shelf->frames, from, &to) || (evict_some(t, shelf) > 0 && hsri_slots_move(&shelf->frames, from, &to));
+    bool room = hsri_slots_take_elsewhere(&shelf->frames, from, &to) ||
+                (evict_some(t, shelf) > 0 && hsri_slots_take_elsewhere(&shelf->frames, from, &to));
     t->bodies[body].pins--;
-    if (!moved)
+    if (!room)
         return false;
     memcpy(hsri_frame_memory(t, shelf, to), hsri_frame_memory(t, shelf, from), shelf->slot_bytes);
+    hsri_slots_drop(&shelf->frames, from);
     hsri_body_set_frame(t, body, to);
     t->epoch++;
     return true;

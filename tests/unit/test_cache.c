@@ -985,10 +985,11 @@ static void test_near(void)
     CHECK(slots.n_free == 0 && slots.n_promised == 0 && slots.n_used == 9);
 
     uint32_t to;
-    CHECK(!hsri_slots_move(&slots, entries[0], &to));
-    CHECK(hsri_slots_drop(&slots, entries[1]) == HSRI_NO_BLOCK && hsri_slots_move(&slots, entries[0], &to) && to == entries[1]);
+    CHECK(!hsri_slots_take_elsewhere(&slots, entries[0], &to));
+    CHECK(hsri_slots_drop(&slots, entries[1]) == HSRI_NO_BLOCK && hsri_slots_take_elsewhere(&slots, entries[0], &to) && to == entries[1]);
+    CHECK(slots.n_used == 9 && slots.n_free == 0 && hsri_slots_drop(&slots, entries[0]) == HSRI_NO_BLOCK);
     CHECK(slots.n_used == 8 && slots.n_free == 1 && slots.n_blocks == 3);
-    CHECK(!hsri_slots_move(&slots, entries[2], &to));       /* only its own block has room */
+    CHECK(!hsri_slots_take_elsewhere(&slots, entries[2], &to));       /* only its own block has room */
     hsri_slots_clear(&slots, NULL, NULL);
     world_end(&w);
 }
