@@ -6,33 +6,24 @@
 #include "base/array.h"
 #include "base/status.h"
 #include "engine/engine.h"
+#include "kv/cache_image.h"
 
 typedef struct page_reader {
     hsr_session *session;
-    hsri_seq     seq;
     uint8_t     *slot;
     float       *k, *v;     /* [64][d] */
 } page_reader;
 
 static hsr_status read_page(page_reader *r, uint64_t page, uint32_t layer, uint32_t head, hsr_error *err)
 {
-    const hsr_session *s = r->session;
-    hsr_engine *e = s->engine;
+    const hsr_engine *e = r->session->engine;
     const hsri_hparams *hp = &e->model->hp;
-    const bool plain = hsri_page_is_plain((uint32_t)page, (uint32_t)(s->n_computed / HSRI_PAGE_TOKENS), r->seq.sink_pages, r->seq.window_pages);
-    const hsri_kv_type format = (hsri_kv_type)(plain ? r->seq.kv_type : r->seq.format);
-    const uint64_t at = (page * hp->n_layers + layer) * hp->n_kv_heads + head;
-    uint32_t entry;
-
-    e->dev->copy_out(e->queue, &entry, hsri_at(plain ? r->seq.table : r->seq.sealed, at * sizeof entry), sizeof entry);
-    HSRI_TRY(e->dev->wait(e->queue, err));
-    const hsri_ref slot = { e->shape.view.pool_buf, 0, (uint64_t)(entry >> 8) * HSRI_BLOCK_BYTES + (uint64_t)(entry & 255) * e->shape.view.slot_bytes[format] };
-    e->dev->copy_out(e->queue, r->slot, slot, hsri_page_bytes(format, hp->head_dim));
-    HSRI_TRY(e->dev->wait(e->queue, err));
-
     const hsri_calibration *c = e->model->calibration;
-    hsri_page_decode(format, hp->head_dim, r->slot, c ? c->floats + ((uint64_t)layer * hp->n_kv_heads + head) * hsri_calibration_floats(hp->head_dim) : NULL,
-                     r->k, r->v);
+    const float *record = c ? c->floats + ((uint64_t)layer * hp->n_kv_heads + head) * hsri_calibration_floats(hp->head_dim) : NULL;
+    hsri_kv_type format;
+
+    HSRI_TRY(hsri_cache_read_page(r->session->cache, e->queue, (uint32_t)page, layer, head, r->slot, &format, err));
+    hsri_page_decode(format, hp->head_dim, r->slot, record, r->k, r->v);
     return HSR_OK;
 }
 
@@ -57,8 +48,7 @@ hsr_status hsri_session_observe(hsr_session *s, int32_t what, int32_t layer, uin
 {
     const uint32_t d = s->engine->model->hp.head_dim;
     page_reader r = { .session = s };
-    hsri_cache_fill_seq(s->cache, &r.seq);
-    r.slot = hsri_new_aligned(1, hsri_max(hsri_page_bytes((hsri_kv_type)r.seq.kv_type, d), hsri_page_bytes((hsri_kv_type)r.seq.format, d)));
+    r.slot = hsri_new_aligned(1, hsri_max(hsri_kv_slot_bytes(s->kv_type, d), hsri_kv_slot_bytes(s->format, d)));
     r.k = hsri_new_array(2ull * HSRI_PAGE_TOKENS * d, sizeof *r.k);
     r.v = r.k ? r.k + HSRI_PAGE_TOKENS * d : NULL;
 

@@ -141,14 +141,13 @@ static hsr_status copy_bodies(hsri_cache *cache, hsri_queue *q, const uint32_t *
 }
 
 /* Sealed pages that may have left memory: as many at a time as may be held. */
-static hsr_status read_bodies(hsri_cache *cache, hsri_queue *q, uint64_t row, uint8_t *out, hsr_error *err)
+static hsr_status read_bodies(hsri_cache *cache, hsri_queue *q, const uint32_t *bodies, uint64_t count, uint8_t *out, hsr_error *err)
 {
     hsri_tiers *tiers = cache->opts.tiers;
-    const uint32_t *bodies = cache->bodies + row * cache->per_page;
     hsr_status status = HSR_OK;
-    for (uint64_t i = 0, n; i < cache->per_page && status >= 0; i += n) {
+    for (uint64_t i = 0, n; i < count && status >= 0; i += n) {
         uint64_t pinned = 0;
-        n = hsri_min(cache->per_page - i, hsri_max(hsri_tiers_pin_room(tiers, cache->opts.format), 1));
+        n = hsri_min(count - i, hsri_max(hsri_tiers_pin_room(tiers, cache->opts.format), 1));
         while (pinned < n && status >= 0) {
             status = hsri_body_pin(tiers, bodies[i + pinned], HSRI_MOVE_DEMAND, true, err);
             pinned += status >= 0;
@@ -161,12 +160,28 @@ static hsr_status read_bodies(hsri_cache *cache, hsri_queue *q, uint64_t row, ui
     return status;
 }
 
+hsr_status hsri_cache_read_page(hsri_cache *cache, hsri_queue *q, uint32_t page, uint32_t layer, uint32_t head, uint8_t *out,
+                                hsri_kv_type *format, hsr_error *err)
+{
+    const hsri_cache_opts *opts = &cache->opts;
+    const uint64_t at = (uint64_t)layer * cache->shape->n_kv_heads + head;
+    const uint32_t last = (uint32_t)((cache->committed - 1) / HSRI_PAGE_TOKENS);
+    const bool plain = !hsri_store_exists(&cache->stores[HSRI_STORE_ENCODED]) ||
+                       hsri_page_is_plain(page, last, opts->sink_pages, opts->window_pages);
+    const hsri_store *store = &cache->stores[plain ? HSRI_STORE_PLAIN : HSRI_STORE_ENCODED];
+    *format = plain ? opts->type : opts->format;
+    if (!plain && cache->family)
+        return read_bodies(cache, q, cache->bodies + page * cache->per_page + at, 1, out, err);
+    cache->dev->copy_out(q, out, hsri_store_slot(cache, store, hsri_store_row(cache, store, page)[at]), store->slot_bytes);
+    return cache->dev->wait(q, err);
+}
+
 hsr_status hsri_cache_read_image(hsri_cache *cache, hsri_queue *q, const hsri_image *image, hsri_image_part part, uint64_t row,
                                  uint8_t *out, hsr_error *err)
 {
     const uint64_t at = store_row(cache, image, part, row);
     if (part == HSRI_IMAGE_SEALED && cache->family)
-        HSRI_TRY(read_bodies(cache, q, at, out, err));
+        HSRI_TRY(read_bodies(cache, q, cache->bodies + at * cache->per_page, cache->per_page, out, err));
     else
         HSRI_TRY(read_slots(cache, q, store_of(cache, part), at, out, err));
     clear_row(cache, image, part, row, out);

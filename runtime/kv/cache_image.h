@@ -41,6 +41,11 @@ hsr_status hsri_cache_describe_image(const hsri_cache *cache, hsri_image *image,
 hsr_status hsri_cache_read_image(hsri_cache *cache, hsri_queue *q, const hsri_image *image, hsri_image_part part, uint64_t row,
                                  uint8_t *out, hsr_error *err);
 
+/* Copy one page of a cache with committed tokens to `out`, a whole slot of either form: as the query of its last token reads it. Waits as
+ * above. */
+hsr_status hsri_cache_read_page(hsri_cache *cache, hsri_queue *q, uint32_t page, uint32_t layer, uint32_t head, uint8_t *out,
+                                hsri_kv_type *format, hsr_error *err);
+
 /* What a fresh cache is to receive. chunk_tokens: of the cache that it comes from, whose plain ring may have been longer. */
 hsr_status hsri_cache_expect_image(hsri_cache *cache, uint64_t n_tokens, uint64_t sealed, uint32_t chunk_tokens, hsri_image *image,
                                    hsr_error *err);

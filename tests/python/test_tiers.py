@@ -145,6 +145,21 @@ def test_an_idle_session_makes_room(model_file, cold, mode, kv):
             assert list(session.generate(max_tokens=OUTPUT, ignore_eos=True, return_details=True).tokens) == want[0]
 
 
+def test_pages_read_back(model_file, cold):
+    """Wherever they are; also at the end of a page, where the next query's first encoded page is not made yet."""
+    n = 5120
+    with hs.load(model_file, threads=2) as model, model.session(**options("dense", "bf16")) as session:
+        session.logits(IDS[:n])
+        want = session.keys(0), session.values(0)
+    for kv, error in (("bf16", 0), ("int8", 0.02)):
+        with hs.load(model_file, threads=2, hot=f"{SQUEEZED[kv]}MiB", cold=cold, cold_size="64MiB") as model:
+            with model.session(**options("dense", kv)) as session:
+                session.logits(IDS[:n])
+                assert model.stats().cold_evictions > 0
+                for got, exact in zip((session.keys(0), session.values(0)), want, strict=True):
+                    assert np.abs(got - exact).max() <= error * np.abs(exact).max()
+
+
 def test_forks_share_cold_pages(model_file, cold):
     with hs.load(model_file, threads=2) as model, model.session(**options("dense", "bf16")) as session:
         session.append(IDS)
