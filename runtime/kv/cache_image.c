@@ -165,9 +165,10 @@ hsr_status hsri_cache_read_page(hsri_cache *cache, hsri_queue *q, uint32_t page,
 {
     const hsri_cache_opts *opts = &cache->opts;
     const uint64_t at = (uint64_t)layer * cache->shape->n_kv_heads + head;
-    const uint32_t last = (uint32_t)((cache->committed - 1) / HSRI_PAGE_TOKENS);
-    const bool plain = !hsri_store_exists(&cache->stores[HSRI_STORE_ENCODED]) ||
-                       hsri_page_is_plain(page, last, opts->sink_pages, opts->window_pages);
+    const uint32_t next = (uint32_t)(cache->committed / HSRI_PAGE_TOKENS);
+    /* At the end of a page and after a fork, pages that the next query reads encoded are so only in the next step. */
+    const bool plain = !hsri_store_exists(&cache->stores[HSRI_STORE_ENCODED]) || page >= cache->encoded.done ||
+                       hsri_page_is_plain(page, next, opts->sink_pages, opts->window_pages);
     const hsri_store *store = &cache->stores[plain ? HSRI_STORE_PLAIN : HSRI_STORE_ENCODED];
     *format = plain ? opts->type : opts->format;
     if (!plain && cache->family)

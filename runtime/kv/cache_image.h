@@ -41,8 +41,8 @@ hsr_status hsri_cache_describe_image(const hsri_cache *cache, hsri_image *image,
 hsr_status hsri_cache_read_image(hsri_cache *cache, hsri_queue *q, const hsri_image *image, hsri_image_part part, uint64_t row,
                                  uint8_t *out, hsr_error *err);
 
-/* Copy one page of a cache with committed tokens to `out`, a whole slot of either form: as the query of its last token reads it. Waits as
- * above. */
+/* Copy one page of one layer and head to `out`, a whole slot of either form: as the next query reads it, if it exists so already.
+ * Waits as above; the device's tables need not be up to date. */
 hsr_status hsri_cache_read_page(hsri_cache *cache, hsri_queue *q, uint32_t page, uint32_t layer, uint32_t head, uint8_t *out,
                                 hsri_kv_type *format, hsr_error *err);
 
