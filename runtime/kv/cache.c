@@ -410,7 +410,7 @@ hsr_status hsri_cache_truncate(hsri_cache *cache, uint64_t n_tokens, hsr_error *
         return hsri_fail(err, HSR_E_INVALID, "truncate to %llu tokens: there are %llu", (unsigned long long)n_tokens,
                          (unsigned long long)cache->prepared);
     if (needs_lost_plain(cache, n_tokens))
-        return hsri_fail(err, HSR_E_INVALID, "truncate from %llu to %llu tokens: at most %llu (rollback_tokens) can be taken back",
+        return hsri_fail(err, HSR_E_STATE, "truncate from %llu to %llu tokens: at most %llu (rollback_tokens) can be taken back",
                          (unsigned long long)cache->committed, (unsigned long long)n_tokens,
                          (unsigned long long)cache->opts.rollback_tokens);
     for (int kind = 0; kind < HSRI_N_STORES; kind++)

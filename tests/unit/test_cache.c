@@ -499,7 +499,7 @@ static void truncate_to(const world *w, session *s, uint64_t n)
 {
     bool possible = can_truncate(w, s, n);
     hsri_pool_stats before = pool_stats(w), after;
-    CHECK(hsri_cache_truncate(s->cache, n, NULL) == (possible ? HSR_OK : HSR_E_INVALID));
+    CHECK(hsri_cache_truncate(s->cache, n, NULL) == (possible ? HSR_OK : HSR_E_STATE));
     after = pool_stats(w);
     CHECK(possible || memcmp(&before, &after, sizeof before) == 0);
     if (possible)

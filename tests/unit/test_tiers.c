@@ -439,7 +439,7 @@ static void test_squeezed(const setup *how)
     CHECK(hsri_cache_truncate(f->cache, 7501 - 64, NULL) == HSR_OK);
     f->committed = 7501 - 64;
     RUN(&w, f, 7700);
-    CHECK(hsri_cache_truncate(f->cache, 3000, NULL) == HSR_E_INVALID);
+    CHECK(hsri_cache_truncate(f->cache, 3000, NULL) == HSR_E_STATE);
     destroy(s);
     RUN(&w, f, 7750);
     CHECK(hsri_cache_truncate(f->cache, 0, NULL) == HSR_OK);

@@ -490,7 +490,8 @@ HSR_API hsr_status hsr_session_cancel(hsr_session *session, hsr_error *err);
  *  @since 0.1  @threads session  @blocks for at most one step  @alloc yes */
 HSR_API hsr_status hsr_session_fork(hsr_session *session, hsr_session **fork, hsr_error *err);
 
-/** Forget all tokens from position n on. With a plain KV format (f32, bf16) any n is allowed.
+/** Forget all tokens from position n on. With a plain KV format (f32, bf16) in an engine without cold tier any n is allowed; otherwise
+ *  any that is at most rollback_tokens below the most that was computed since the session was empty, and 0.
  *  @return HSR_OK; HSR_E_INVALID (n above the session's length), HSR_E_STATE (work under way, or too far back), HSR_E_BUSY
  *  @since 0.1  @threads session  @blocks for at most one step  @alloc no */
 HSR_API hsr_status hsr_session_truncate(hsr_session *session, uint64_t n, hsr_error *err);
