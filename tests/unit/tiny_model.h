@@ -10,8 +10,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TINY_VOCAB = 64, TINY_HIDDEN = 32, TINY_INNER = 64, TINY_LAYERS = 2, TINY_HEADS = 4, TINY_KV_HEADS = 2, TINY_HEAD_DIM = 16,
-       TINY_CONTEXT = 4096, TINY_EOS = 63 };
+#ifndef TINY_SHAPE   /* a program may choose its own */
+enum { TINY_LAYERS = 2, TINY_HEAD_DIM = 16, TINY_CONTEXT = 4096 };
+#endif
+enum { TINY_VOCAB = 64, TINY_HIDDEN = 32, TINY_INNER = 64, TINY_HEADS = 4, TINY_KV_HEADS = 2, TINY_EOS = 63,
+       TINY_ROPE_ROOM = (TINY_HEAD_DIM / 2 + 15) / 16 * 16 };
 
 typedef struct tiny_file {
     FILE    *out;
@@ -66,7 +69,7 @@ static void tiny_metadata(tiny_file *f)
     tiny_key_u32(f, "hisparse.rotary_dim", TINY_HEAD_DIM);
     tiny_key_u32(f, "hisparse.context_length", TINY_CONTEXT);
     tiny_key_f64(f, "hisparse.rms_norm_eps", 1e-5);
-    tiny_key_f64(f, "hisparse.attention_scale", 0.25);
+    tiny_key_f64(f, "hisparse.attention_scale", 1.0 / sqrt(TINY_HEAD_DIM));
     tiny_key_text(f, "hisparse.rope.kind", "static");
     tiny_key_f64(f, "hisparse.rope.attention_factor", 1.0);
     tiny_text(f, "hisparse.eos_token_ids");
@@ -102,7 +105,7 @@ static void tiny_tensors(tiny_file *f, int fill)
         }
     if (fill) {
         tiny_values(f, TINY_HIDDEN, 1, 0.4f);
-        for (int j = 0; j < 16; j++) {
+        for (int j = 0; j < TINY_ROPE_ROOM; j++) {
             float v = j < TINY_HEAD_DIM / 2 ? (float)pow(10000.0, -2.0 * j / TINY_HEAD_DIM) : 0;
             fwrite(&v, 4, 1, f->out);
         }
@@ -112,19 +115,27 @@ static void tiny_tensors(tiny_file *f, int fill)
     }
 }
 
+/* A new temporary file with the start of the format, its name in path. */
+static int tiny_begin(tiny_file *f, char path[64], uint32_t seed, uint32_t n_tensors, uint32_t n_keys)
+{
+    snprintf(path, 64, "/tmp/hisparse_tiny_XXXXXX");
+    const int fd = mkstemp(path);
+    *f = (tiny_file){ .out = fd < 0 ? NULL : fdopen(fd, "wb"), .random = seed };
+    if (!f->out)
+        return 0;
+    fwrite("GGUF", 1, 4, f->out);
+    tiny_u32(f, 3);
+    tiny_u64(f, n_tensors);
+    tiny_u64(f, n_keys);
+    return 1;
+}
+
 /* Writes the model to a new temporary file and puts its name into path. True on success. */
 static int tiny_model_write(char path[64], uint32_t seed)
 {
-    static const uint32_t n_tensors = 3 + TINY_LAYERS * 6, n_keys = 20;
-    snprintf(path, 64, "/tmp/hisparse_tiny_XXXXXX");
-    const int fd = mkstemp(path);
-    tiny_file f = { .out = fd < 0 ? NULL : fdopen(fd, "wb"), .random = seed };
-    if (!f.out)
+    tiny_file f;
+    if (!tiny_begin(&f, path, seed, 3 + TINY_LAYERS * 6, 20))
         return 0;
-    fwrite("GGUF", 1, 4, f.out);
-    tiny_u32(&f, 3);
-    tiny_u64(&f, n_tensors);
-    tiny_u64(&f, n_keys);
     tiny_metadata(&f);
     tiny_tensors(&f, 0);
     while (ftell(f.out) % 64)
@@ -139,7 +150,7 @@ static inline int tiny_model_poison(const char *path, float value)
     FILE *f = fopen(path, "r+b");
     if (!f)
         return 0;
-    fseek(f, -(long)(16 * 4 + TINY_HIDDEN * 4), SEEK_END);
+    fseek(f, -(long)(TINY_ROPE_ROOM * 4 + TINY_HIDDEN * 4), SEEK_END);
     fwrite(&value, 4, 1, f);
     return fclose(f) == 0;
 }

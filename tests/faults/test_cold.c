@@ -1,0 +1,115 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Whole engines with a cold tier, through the public interface, on a disk and a system that refuse: a status with a text, the session's
+ * tokens are kept and computed again give what they would have given, other sessions do not notice, and every counter is back. */
+#include <errno.h>
+#include <stdatomic.h>
+
+#include "cold_host.h"
+
+#define MIB (1ull << 20)
+
+static hsr_model *model;
+static char folder[64];
+static hsr_error err = HSR_ERROR_INIT;
+
+static hsr_engine *new_engine(uint64_t hot_mib, bool cold)
+{
+    hsr_engine_opts o;
+    hsr_engine *e = NULL;
+    host_opts(&o);
+    o.hot_bytes = hot_mib * MIB;
+    o.chunk_tokens = 64;
+    o.max_batch = 256;
+    o.cold_dir = cold ? folder : NULL;
+    o.cold_bytes = cold ? 64 * MIB : 0;
+    if (!CHECK(hsr_engine_create(model, &o, &e, &err) == HSR_OK))
+        fprintf(stderr, "  %s\n", err.message);
+    return e;
+}
+
+static hsr_session *new_session(hsr_engine *e, int32_t kv)
+{
+    hsr_session_opts o;
+    hsr_session *s = NULL;
+    hsr_session_opts_init(&o, sizeof o);
+    o.kv_format = kv;
+    o.window_size = o.sink_size = o.rollback_tokens = 64;
+    CHECK(hsr_session_create(e, &o, &s, &err) == HSR_OK);
+    return s;
+}
+
+static int32_t *prompt_of(uint64_t n, uint32_t seed)
+{
+    int32_t *ids = malloc(n * sizeof *ids);
+    for (uint64_t i = 0; ids && i < n; i++)
+        ids[i] = (int32_t)((uint32_t)(i + 7919 * seed) * 2654435761u >> 9) % (TINY_VOCAB - 1);
+    return ids;
+}
+
+static hsr_status append(hsr_session *s, uint64_t n, uint32_t seed)
+{
+    int32_t *ids = prompt_of(n, seed);
+    const hsr_status st = hsr_session_append(s, ids, n, &err);
+    free(ids);
+    return st;
+}
+
+static hsr_engine_stats stats(hsr_engine *e)
+{
+    hsr_engine_stats st = { .struct_size = sizeof st };
+    CHECK(hsr_engine_get_stats(e, &st, NULL) == HSR_OK);
+    return st;
+}
+
+static void end_engine(hsr_engine *e)
+{
+    const hsr_engine_stats st = stats(e);
+    CHECK(st.n_sessions == 0 && st.hot_blocks_used == 0 && st.hot_blocks_reserved == 0 && st.hot_slots_used == 0);
+    CHECK(st.cold_pages == 0 && st.cold_bytes_used == 0);
+    CHECK(hsr_engine_destroy(&e, &err) == HSR_OK);
+    CHECK(host_count(folder) == 2);
+}
+
+/* ---- reading pages back ----------------------------------------------------------------------------------------- */
+
+static float *observe_all(hsr_session *s, uint64_t n)
+{
+    const uint64_t width = TINY_KV_HEADS * TINY_HEAD_DIM, layer = 2 * n * width;
+    float *all = calloc(TINY_LAYERS * layer, sizeof *all);
+    for (int32_t i = 0; all && i < 2 * TINY_LAYERS; i++)
+        CHECK(hsr_session_observe(s, 1 + i % 2, i / 2, 0, n, all + (uint64_t)i * n * width, n * width, &err) == HSR_OK);
+    return all;
+}
+
+/* What is read back and what is sampled from it are the same wherever pages are, and whatever the tables on the device say. */
+static void test_observe(int32_t kv, uint64_t hot_mib)
+{
+    enum { FIRST = 700, FILLED = 5000, MORE = 10 };
+    float *seen[2];
+    for (int squeezed = 0; squeezed < 2; squeezed++) {
+        hsr_engine *e = new_engine(squeezed ? hot_mib : 128, squeezed);
+        hsr_session *s = new_session(e, kv);
+        CHECK(append(s, FIRST, 1) == HSR_OK && hsr_session_prefill(s, NULL, NULL, &err) == HSR_OK);
+        CHECK(hsr_session_fill(s, FILLED, 3, &err) == HSR_OK);
+        CHECK(append(s, MORE, 2) == HSR_OK && hsr_session_prefill(s, NULL, NULL, &err) == HSR_OK);
+        CHECK(!squeezed || stats(e).cold_pages > 0);
+        seen[squeezed] = observe_all(s, FIRST + FILLED + MORE);
+        CHECK(hsr_session_destroy(&s, &err) == HSR_OK);
+        end_engine(e);
+    }
+    CHECK(memcmp(seen[0], seen[1], 2ull * TINY_LAYERS * TINY_KV_HEADS * TINY_HEAD_DIM * (FIRST + FILLED + MORE) * sizeof(float)) == 0);
+    free(seen[0]);
+    free(seen[1]);
+}
+
+int main(void)
+{
+    snprintf(folder, sizeof folder, "/tmp/hisparse_cold_XXXXXX");
+    if (!CHECK(mkdtemp(folder) != NULL) || !CHECK((model = cold_model()) != NULL))
+        return CHECK_REPORT();
+    test_observe(HSR_KV_BF16, 9);
+    test_observe(HSR_KV_COMPACT, 3);
+    hsr_model_close(&model);
+    CHECK(rmdir(folder) == 0);
+    return CHECK_REPORT();
+}
