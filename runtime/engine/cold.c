@@ -115,6 +115,7 @@ void hsri_cold_publish(hsr_engine *e)
     hsri_tiers_stats t;
     if (!e->tiers)
         return;
+    hsri_tiers_take_in(e->tiers);   /* a transfer that nobody waits for any more may be all that holds a page */
     hsri_tiers_get_stats(e->tiers, &t);
     memcpy(out->io_engine, t.mover.engine, sizeof out->io_engine);
     out->cold_pages = t.absent;
