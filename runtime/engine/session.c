@@ -273,6 +273,12 @@ hsr_status hsri_session_admit_fill(hsr_session *s, uint64_t n, hsr_error *err)
     return make_room(s, s->n_tokens + n, s->n_tokens + n, err);
 }
 
+/* A step that was not computed, for another session's sake, leaves pages prepared for the next. Without work there is none. */
+static void drop_prepared(hsr_session *s)
+{
+    hsri_cache_truncate(s->cache, s->n_computed, NULL);
+}
+
 /* Forget the KV of positions from n on, not the ids. */
 static hsr_status cut_cache(hsr_session *s, uint64_t n, hsr_error *err)
 {
@@ -291,6 +297,8 @@ hsr_status hsri_session_truncate(hsr_session *s, uint64_t n, hsr_error *err)
         return hsri_fail(err, HSR_E_INVALID, "truncate to %llu tokens, but the session has %llu", (unsigned long long)n, (unsigned long long)s->n_tokens);
     if (n < s->n_computed)
         HSRI_TRY(cut_cache(s, n, err));
+    else if (n == s->n_computed)
+        drop_prepared(s);
     else
         hsri_cache_unadmit(s->cache, n);
     s->n_tokens = n;
@@ -514,7 +522,7 @@ static void stop_work(hsr_session *s, hsr_status status)
     if (s->request.active)
         push_event(s, HSR_EVENT_FAILED)->status = status;
     end_request(s);
-    hsri_cache_unadmit(s->cache, s->n_tokens);
+    drop_prepared(s);
 }
 
 void hsri_session_fail(hsr_session *s, hsr_status status)
