@@ -12,7 +12,7 @@ export PYTHONDONTWRITEBYTECODE = 1
 # The demo model is fetched before the tests: without it they must fail, not skip.
 export HSR_REQUIRE_DEMO = 1
 
-.PHONY: help demo test check fuzz bench clean
+.PHONY: help demo test check fuzz soak bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -21,6 +21,8 @@ help:
 	@echo 'make test    the same preparation, then all tests'
 	@echo 'make check   warnings as errors with gcc and clang, sanitizers, an old processor, aarch64'
 	@echo 'make fuzz    feed damaged files to the readers for a minute'
+	@echo 'make soak    random sessions on a failing disk for an hour, compared with runs in memory'
+	@echo '             (make soak SOAK="--minutes 5 --seed 7" passes options on)'
 	@echo 'make bench   speed of the demo model, beside llama.cpp and OpenVINO where they are installed'
 	@echo '             (make bench BENCH="--depths 512,2K --repeats 1" passes options on)'
 	@echo 'make clean   remove .venv, build and .demo'
@@ -37,6 +39,10 @@ check: $(VENV)/.installed $(GGUF)
 
 fuzz: $(VENV)/.installed
 	scripts/fuzz.sh
+
+soak: $(VENV)/.installed
+	ninja -C build/release --quiet tests/soak
+	build/release/tests/soak $(SOAK)
 
 bench: $(DEMO)
 	@hisparse-rt bench $(DEMO) --peers llama.cpp,openvino --peer-model $(GGUF) $(BENCH)
