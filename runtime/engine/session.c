@@ -231,6 +231,7 @@ static hsr_status note_append(hsr_session *s, uint64_t end, hsr_error *err)
     if (s->n_appended == 0)
         s->appended_first = s->n_computed;
     s->appended[s->n_appended++] = end;
+    s->untold = false;      /* what had failed is to be computed again */
     return HSR_OK;
 }
 
@@ -306,6 +307,7 @@ hsr_status hsri_session_truncate(hsr_session *s, uint64_t n, hsr_error *err)
     hsri_session_trim_appended(s);
     s->sampled_end = hsri_min(s->sampled_end, n);
     s->status = HSR_OK;
+    s->untold = false;
     return HSR_OK;
 }
 
@@ -479,6 +481,7 @@ hsr_status hsri_session_generate(hsr_session *s, const hsr_request *in, hsr_erro
     }
     s->n_events = 0;   /* what an earlier request left uncollected */
     s->request.active = true;
+    s->untold = false;
     s->target = s->n_tokens;
     if (!hsri_session_has_work(s))
         hsri_session_finish(s, HSR_FINISH_LENGTH);
@@ -531,6 +534,7 @@ void hsri_session_fail(hsr_session *s, hsr_status status)
         s->status = status;
     s->error.status = status;
     stop_work(s, status);
+    s->untold = !s->request.active;     /* a request tells by its event */
 }
 
 void hsri_session_apply_cancel(hsr_session *s)
@@ -617,7 +621,8 @@ hsr_status hsri_session_run(hsr_session *s, int32_t (*progress)(void *, uint64_t
             break;
         hsri_engine_advance(e);
     }
-    if (s->n_failures != failures) {
+    if (s->n_failures != failures || s->untold) {
+        s->untold = false;
         hsri_fail(err, s->error.status, "%s", s->error.message);
         return s->error.status;
     }

@@ -200,6 +200,27 @@ static void test_left_out(void)
     cold_faults = NULL;
 }
 
+/* Work that fails in a step of others is told by the next call that would have waited for it, once. */
+static void test_untold(void)
+{
+    set_disk((hsri_io_fault){ .error = EIO }, WRITES, 0, ULONG_MAX);
+    hsr_engine *e = new_engine(13, true);
+    hsr_session *a = new_session_of(e, HSR_KV_BF16, 2048), *b = new_session(e, HSR_KV_BF16);
+    CHECK(append(a, 64, 1) == HSR_OK && append(b, 8000, 2) == HSR_OK);
+    for (uint32_t i = 0; i < 300 && stats_of(b).n_computed < 8000; i++) {
+        const uint64_t before = stats_of(b).n_computed;
+        CHECK(hsr_session_logits(a, (const int32_t[]){ 5 }, 1, (float[TINY_VOCAB]){ 0 }, TINY_VOCAB, &err) == HSR_OK);
+        if (stats_of(b).n_computed == before)
+            break;
+    }
+    CHECK(stats_of(b).n_computed < 8000 && stats_of(b).n_tokens == 8000);
+    CHECK(hsr_session_prefill(b, NULL, NULL, &err) == HSR_E_IO && err.message[0]);
+    CHECK(hsr_session_prefill(b, NULL, NULL, &err) == HSR_OK && stats_of(b).n_tokens == 8000);
+    CHECK(hsr_session_destroy(&a, &err) == HSR_OK && hsr_session_destroy(&b, &err) == HSR_OK);
+    end_engine(e);
+    cold_faults = NULL;
+}
+
 int main(void)
 {
     snprintf(folder, sizeof folder, "/tmp/hisparse_cold_XXXXXX");
@@ -212,6 +233,7 @@ int main(void)
         test_observe_fork(HSR_KV_INT8, cold);
     }
     test_left_out();
+    test_untold();
     hsr_model_close(&model);
     CHECK(rmdir(folder) == 0);
     return CHECK_REPORT();

@@ -172,8 +172,8 @@ static bool went_well(client *c, const script *s, const char *what, hsr_status s
         soak.refusals++;
     else if (computes && st == HSR_E_CANCELLED && r->cancels)
         soak.cancels++;
-    else if (disk_fails(r) && (st == HSR_E_IO || st == HSR_E_FORMAT || st == HSR_E_NOSPACE))
-        soak.failures++;
+    else if (disk_fails(r) && (st == HSR_E_IO || st == HSR_E_FORMAT || st == HSR_E_NOSPACE || st == HSR_E_STATE))
+        soak.failures++;        /* STATE: it had failed before, in another client's step */
     else
         found(r, s, "%s: %s: %s", what, hsr_status_name(st), c->err.message);
     return false;
@@ -254,6 +254,8 @@ static bool was_cancelled(client *c, user *u)
     return cancelled;
 }
 
+static bool act_compute(client *c, user *u);
+
 /* Drop the pages and go on from the tokens; or end. */
 static void rebuild(client *c, user *u)
 {
@@ -262,6 +264,8 @@ static void rebuild(client *c, user *u)
     if (went_well(c, &u->script, "rebuild", hsr_session_rebuild(u->session, &c->err), true, false)) {
         script_rebuilt(&u->script, ids, n);
         soak.rebuilds++;
+        if (disk_fails(c->round))
+            act_compute(c, u);
     } else
         drop_user(c, u);    /* there is no room to compute them again */
     free(ids);
@@ -422,10 +426,14 @@ static void act_append(client *c, user *u)
     const uint64_t n = some_length(&c->chance);
     for (uint64_t i = 0; i < n; i++)
         ids[i] = (int32_t)draw(&c->chance, TINY_VOCAB - 1);
-    if (went_well(c, &u->script, "append", hsr_session_append(u->session, ids, n, &c->err), true, false))
-        script_add(&u->script, ACT_APPEND, n, 0, ids, NULL, 0);
-    else
+    if (!went_well(c, &u->script, "append", hsr_session_append(u->session, ids, n, &c->err), true, false)) {
         check_alive(c, u);
+        return;
+    }
+    script_add(&u->script, ACT_APPEND, n, 0, ids, NULL, 0);
+    /* If computing fails in another client's step, a later append would be computed together with this one: another act. */
+    if (disk_fails(c->round))
+        act_compute(c, u);
 }
 
 /* False: the user may be gone. */
@@ -446,6 +454,9 @@ static bool act_compute(client *c, user *u)
     if (st == HSR_E_CANCELLED)
         found(c->round, &u->script, "prefill: cancelled by nobody");
     script_add(&u->script, ACT_COMPUTE, 0, 0, NULL, NULL, 0);
+    const hsr_session_stats now_has = stats_of(c, u);
+    if (now_has.n_computed != u->script.n_computed || now_has.n_tokens != u->script.n_tokens)
+        found(c->round, &u->script, "prefill left %llu of %llu tokens", (unsigned long long)now_has.n_computed, (unsigned long long)now_has.n_tokens);
     return true;
 }
 
@@ -521,6 +532,8 @@ static void act_profile(client *c, user *u)
         return;                 /* the index is another */
     if (went_well(c, &u->script, "set_profile", st, true, false))
         script_add(&u->script, ACT_PROFILE, (uint64_t)id, 0, NULL, NULL, 0);
+    else
+        check_alive(c, u);
 }
 
 static void act_rebuild(client *c, user *u)
@@ -720,9 +733,9 @@ static void choose_disk(round_state *r, chance *d)
 {
     r->disk = one_in(d, 4) ? DISK_WELL : (disk_mode)draw(d, N_DISK_MODES);
     r->disk_seed = draw(d, UINT64_MAX);
-    r->disk_from = draw(d, 100);
-    r->disk_count = one_in(d, 2) ? UINT64_MAX : between(d, 1, 100);
-    r->disk_rate = r->disk_count < UINT64_MAX ? between(d, 1, 3) : between(d, 2, 60);
+    r->disk_from = draw(d, one_in(d, 2) ? 100 : 1000);
+    r->disk_count = one_in(d, 3) ? UINT64_MAX : between(d, 1, 600);     /* now and then for good, or all of a time */
+    r->disk_rate = r->disk_count < UINT64_MAX ? between(d, 1, 2) : between(d, 2, 20);
     if (r->disk == DISK_HANGS)      /* each takes a quarter of a second */
         r->disk_count = between(d, 1, 6);
 }
