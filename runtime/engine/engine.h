@@ -65,7 +65,7 @@ struct hsr_session {
     uint64_t n_tokens;            /* ids held */
     uint64_t n_computed;          /* ids whose KV is in the cache */
     uint64_t target;              /* ids to compute: the session has work while n_computed < target */
-    uint64_t sampled_end;         /* one past the last sampled id */
+    uint64_t kept_end;            /* one past the last id that a cancel keeps, computed or not: sampled, or computed once before */
 
     /* Appends not computed to their end yet: where the first starts, and where each ends. What a prompt's rows attend to depends on
      * them, not on how steps cut them. */

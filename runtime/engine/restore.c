@@ -333,7 +333,7 @@ static void finish(reader *r)
     r->ids = NULL;
     s->n_tokens = h->n_tokens;
     s->n_computed = s->target = h->n_computed;
-    s->sampled_end = h->sampled_end;
+    s->kept_end = h->sampled_end;
     hsri_engine_leave(r->engine);
 }
 

@@ -305,7 +305,7 @@ hsr_status hsri_session_truncate(hsr_session *s, uint64_t n, hsr_error *err)
     s->n_tokens = n;
     s->target = hsri_min(s->target, n);
     hsri_session_trim_appended(s);
-    s->sampled_end = hsri_min(s->sampled_end, n);
+    s->kept_end = hsri_min(s->kept_end, n);
     s->status = HSR_OK;
     s->untold = false;
     return HSR_OK;
@@ -361,7 +361,7 @@ hsr_status hsri_session_fork(hsr_session *s, hsr_session **out, hsr_error *err)
         memcpy(f->ids, s->ids, s->n_tokens * sizeof *f->ids);
     f->n_tokens = s->n_tokens;
     f->n_computed = f->target = s->n_computed;
-    f->sampled_end = s->sampled_end;
+    f->kept_end = s->kept_end;
     f->profile = s->profile;
     f->profile_id = s->profile_id;
     list_session(f);
@@ -471,6 +471,7 @@ hsr_status hsri_session_generate(hsr_session *s, const hsr_request *in, hsr_erro
     /* Sampling needs the last token's logits: compute it once more if it was already computed. */
     if (st >= 0 && in->max_tokens > 0 && s->n_computed == s->n_tokens) {
         st = cut_cache(s, s->n_tokens - 1, err);
+        s->kept_end = s->n_tokens;
         if (st >= 0)
             st = hsri_cache_admit(s->cache, hsri_max(s->n_tokens, n - 1), err);
     }
@@ -480,8 +481,8 @@ hsr_status hsri_session_generate(hsr_session *s, const hsr_request *in, hsr_erro
         return st;
     }
     s->n_events = 0;   /* what an earlier request left uncollected */
-    s->request.active = true;
     s->untold = false;
+    s->request.active = true;
     s->target = s->n_tokens;
     if (!hsri_session_has_work(s))
         hsri_session_finish(s, HSR_FINISH_LENGTH);
@@ -533,8 +534,8 @@ void hsri_session_fail(hsr_session *s, hsr_status status)
     if (status == HSR_E_NONFINITE)
         s->status = status;
     s->error.status = status;
-    stop_work(s, status);
     s->untold = !s->request.active;     /* a request tells by its event */
+    stop_work(s, status);
 }
 
 void hsri_session_apply_cancel(hsr_session *s)
@@ -542,7 +543,7 @@ void hsri_session_apply_cancel(hsr_session *s)
     s->cancel = false;
     if (!s->request.active && !hsri_session_has_work(s))
         return;
-    s->n_tokens = hsri_min(s->n_tokens, hsri_max(s->n_computed, s->sampled_end));
+    s->n_tokens = hsri_min(s->n_tokens, hsri_max(s->n_computed, s->kept_end));
     hsri_fail(&s->error, HSR_E_CANCELLED, "cancelled");
     stop_work(s, HSR_E_CANCELLED);
 }
@@ -572,7 +573,7 @@ void hsri_session_take(hsr_session *s, const hsri_sampled *sampled)
     hsri_request *r = &s->request;
 
     s->ids[s->n_tokens++] = sampled->token;
-    s->sampled_end = s->n_tokens;
+    s->kept_end = s->n_tokens;
     s->decode_tokens++;
     r->n_out++;
     if (r->penalises)

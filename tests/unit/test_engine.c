@@ -504,6 +504,14 @@ static void test_cancel(hsr_model *m)
     OK(hsr_session_get_stats(s, &st, &err));
     CHECK(!st.running && st.n_tokens == 305);
 
+    /* A request that has not begun: it would have computed the last token once more, which is kept. */
+    OK(hsr_session_append(s, ids, 10, &err));
+    OK(hsr_session_prefill(s, NULL, NULL, &err));
+    OK(hsr_session_generate(s, &r, &err));
+    OK(hsr_session_cancel(s, &err));
+    OK(hsr_session_get_stats(s, &st, &err));
+    CHECK(st.n_tokens == 315);
+
     OK(hsr_session_generate(s, &r, &err));   /* usable again; destroyed in the middle of a request */
     OK(hsr_session_next(s, &ev, &err));
     OK(hsr_session_destroy(&s, &err));
