@@ -63,6 +63,35 @@ static bool let_go(const part *p)
     return !r || *p->f->status >= 0;
 }
 
+/* ---- how much attention pages get ---- */
+
+static hsri_page_parts page_parts_of(const part *p, hsri_parts_of of, uint32_t g0, uint32_t g1)
+{
+    const hsri_forward *f = p->f;
+    return (hsri_page_parts){
+        .of = of, .g0 = g0, .g1 = g1, .runs = p->span->prefill, .rows = hsri_at(f->mass_rows, p->span->first_mass_row * sizeof(hsri_mass_row)),
+        .parts = f->room->parts, .tables = f->mass_tables, .n_rows = p->span->n_mass_rows, .n_pages = p->span->mass_pages,
+    };
+}
+
+/* Beside a wave's groups, while its pages are held. */
+static void listen(const part *p, const hsri_page_parts *what)
+{
+    const hsri_forward *f = p->f;
+    if (p->span->n_mass_rows)
+        f->dev->ops.page_parts(f->queue, &p->batch, f->kv, p->layer, f->hp->n_heads, f->hp->attention_scale, p->queries, p->rotated, what);
+}
+
+static void remember(const part *p)
+{
+    const hsri_forward *f = p->f;
+    const hsri_page_parts what = page_parts_of(p, HSRI_PARTS_DENSE, 0, 0);
+    if (p->span->n_mass_rows)
+        f->dev->ops.add_masses(f->queue, &p->batch, f->kv, p->layer, f->hp->n_heads, p->acc, &what);
+}
+
+/* ---- dense ---- */
+
 static void attend_dense(const part *p)
 {
     const hsri_forward *f = p->f;
@@ -75,10 +104,15 @@ static void attend_dense(const part *p)
             return;
         f->dev->ops.attend(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, g0, g1, f->s->part);
         merge(p, f->s->part, g1 - g0, g0 == 0, g1 == n_groups);
+        const hsri_page_parts heard = page_parts_of(p, HSRI_PARTS_DENSE, g0, g1);
+        listen(p, &heard);
         if (!let_go(p))
             return;
     }
+    remember(p);
 }
+
+/* ---- sparse ---- */
 
 /* Where the span's selections go. Observed rows report to places of their own layer. */
 static hsri_lists lists_of(const part *p)
@@ -109,6 +143,10 @@ static bool attend_lists(const part *p, const hsri_lists *lists)
         f->dev->ops.attend_list(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, pick_of, lists, g0, g1,
                                 f->s->part);
         merge(p, f->s->part, g1 - g0, false, false);
+        hsri_page_parts heard = page_parts_of(p, HSRI_PARTS_LISTS, g0, g1);
+        heard.pick_of = pick_of;
+        heard.lists = *lists;
+        listen(p, &heard);
         if (!let_go(p))
             return false;
     }
@@ -129,6 +167,8 @@ static bool attend_fixed(const part *p)
     f->dev->ops.attend_fixed(f->queue, &p->batch, f->kv, p->layer, f->hp->n_heads, f->hp->attention_scale, p->queries, p->rotated, span->n_fixed,
                              span->prefill, f->s->part);
     merge(p, f->s->part, span->n_fixed, true, false);
+    const hsri_page_parts heard = page_parts_of(p, HSRI_PARTS_FIXED, 0, 0);
+    listen(p, &heard);
     return !bridged || let_go(p);
 }
 
@@ -145,8 +185,10 @@ static void attend_sparse(const part *p)
         return;
     op->select(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, p->acc, sparse,
                hsri_at(f->picks, span->first_pick * sizeof(hsri_pick)), f->room->scratch, &lists);
-    if (attend_lists(p, &lists))
-        merge(p, lists.virtual_part, 1, false, true);
+    if (!attend_lists(p, &lists))
+        return;
+    merge(p, lists.virtual_part, 1, false, true);
+    remember(p);
 }
 
 /* Queries that somebody outside wants to see. */

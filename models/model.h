@@ -131,6 +131,8 @@ typedef struct hsri_span {
     uint32_t bridge_page;       /* of a prompt run: the page that the second half of its rows reads encoded */
     uint32_t max_units;         /* list entries, the most of any pick: the lists' stride */
     uint32_t first_pick, n_picks;
+    uint32_t first_mass_row, n_mass_rows;   /* rows that add to their sequence's mass table */
+    uint32_t mass_pages;        /* pages that they read, the most of any */
     hsri_layer_set dense_layers;
 } hsri_span;
 
@@ -145,6 +147,8 @@ typedef struct hsri_sparse_room {
     hsri_ref virtual_part;      /* float[rows][heads][2 + d] */
     hsri_ref covered;           /* float[layers][rows][heads] */
     hsri_ref attended;          /* uint32[layers][rows][kv heads]: copies of counts of observed rows */
+    hsri_ref parts;             /* float[mass rows of a span][heads][pages]{ m, l } */
+    uint64_t n_parts;           /* pairs */
 } hsri_sparse_room;
 
 /* Where a step's queries are also wanted, on the host: hsr_session_capture. */
@@ -175,6 +179,8 @@ struct hsri_forward {
     hsri_ref            picks;        /* hsri_pick[], rows relative to their span */
     hsri_ref            pick_of;      /* uint32[n_rows]: pick of each row, relative to its span's first */
     hsri_ref            sparse[2];    /* hsri_sparse[n_layers][n_seqs]: of decode rows, of prompt runs */
+    hsri_ref            mass_rows;    /* hsri_mass_row[], rows relative to their span */
+    hsri_ref            mass_tables;  /* hsri_ref[n_seqs] */
     const hsri_sparse_room *room;
     const hsri_tap     *taps;
     uint32_t            n_taps;

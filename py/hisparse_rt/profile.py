@@ -51,7 +51,7 @@ class Profile:
     virtual_tokens: bool = True
     """What is not read counts with its estimated weight and its mean value (selectors sketch and cluster)."""
     forced_history: int = 0
-    """Pages of the highest attention so far that are always read, beside the budget. Not in this version: only 0 works."""
+    """Pages of 64 tokens of the highest attention so far that are read beside the budget, 0 to 64; prompt runs do without."""
     candidates: int = 0
     """cluster: tokens whose sketches are scored; 0 is 4096."""
     dense_below: int = 0

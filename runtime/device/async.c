@@ -48,6 +48,10 @@ typedef struct rotate_args { hsri_kv_view kv; hsri_ref queries, rotated; uint32_
 typedef struct select_args {
     hsri_batch batch; hsri_kv_view kv; hsri_lists lists; hsri_ref queries, rotated, acc, sparse, picks, scratch; uint32_t layer, n_heads; float scale;
 } select_args;
+typedef struct page_parts_args {
+    hsri_batch batch; hsri_kv_view kv; hsri_page_parts what; hsri_ref queries, rotated, acc; uint32_t layer, n_heads; float scale;
+} page_parts_args;
+typedef struct top_pages_args { hsri_kv_view kv; hsri_mass_range range; hsri_ref wants, out; uint32_t stride; } top_pages_args;
 typedef struct merge_args { hsri_ref part, acc, out; uint32_t n_rows, n_heads, head_dim, n_groups; int first; } merge_args;
 typedef struct sample_args { hsri_ref logits, params, out; uint32_t n_rows, n_vocab, n_tokens; } sample_args;
 typedef struct norm_linear_args { hsri_matrix w; hsri_ref in, gain, bias, scratch, out; float eps; uint32_t n_rows, n; } norm_linear_args;
@@ -61,7 +65,7 @@ typedef struct copy_args { hsri_ref dst, src; void *out; const void *in; uint64_
 typedef union args {
     embed_args embed; gather_args gather; rope_table_args rope_table; rms_norm_args rms_norm; linear_args linear; rows_args rows;
     rope_append_args rope_append; seal_args seal; attend_args attend; attend_list_args attend_list;
-    rotate_args rotate; select_args select; merge_args merge; sample_args sample;
+    rotate_args rotate; select_args select; page_parts_args page_parts; top_pages_args top_pages; merge_args merge; sample_args sample;
     norm_linear_args norm_linear; qkv_args qkv; linear_add_args linear_add; copy_args copy;
 } args;
 
@@ -301,6 +305,41 @@ static void async_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_v
                          const hsri_lists *lists)
 {
     PUSH(q, run_select, select, *batch, *kv, *lists, queries, rotated, acc, sparse, picks, scratch, layer, n_heads, scale);
+}
+
+static void run_page_parts(hsri_queue *q, const args *u)
+{
+    const page_parts_args *a = &u->page_parts;
+    q->dev->ops.page_parts(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, &a->what);
+}
+
+static void async_page_parts(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                             hsri_ref queries, hsri_ref rotated, const hsri_page_parts *what)
+{
+    PUSH(q, run_page_parts, page_parts, *batch, *kv, *what, queries, rotated, { 0 }, layer, n_heads, scale);
+}
+
+static void run_add_masses(hsri_queue *q, const args *u)
+{
+    const page_parts_args *a = &u->page_parts;
+    q->dev->ops.add_masses(q, &a->batch, &a->kv, a->layer, a->n_heads, a->acc, &a->what);
+}
+
+static void async_add_masses(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, hsri_ref acc,
+                             const hsri_page_parts *what)
+{
+    PUSH(q, run_add_masses, page_parts, *batch, *kv, *what, { 0 }, { 0 }, acc, layer, n_heads, 0);
+}
+
+static void run_top_pages(hsri_queue *q, const args *u)
+{
+    const top_pages_args *a = &u->top_pages;
+    q->dev->ops.top_pages(q, &a->kv, &a->range, a->wants, a->stride, a->out);
+}
+
+static void async_top_pages(hsri_queue *q, const hsri_kv_view *kv, const hsri_mass_range *range, hsri_ref wants, uint32_t stride, hsri_ref out)
+{
+    PUSH(q, run_top_pages, top_pages, *kv, *range, wants, out, stride);
 }
 
 static void run_merge(hsri_queue *q, const args *u)
@@ -555,6 +594,7 @@ static void fill_ops(hsri_ops *ops)
         .embed = async_embed, .gather_rows = async_gather_rows, .rope_table = async_rope_table, .rms_norm = async_rms_norm,
         .linear = async_linear, .add = async_add, .silu_mul = async_silu_mul, .rope_append = async_rope_append, .seal = async_seal, .cluster = async_cluster,
         .attend = async_attend, .attend_fixed = async_attend_fixed, .attend_list = async_attend_list,
+        .page_parts = async_page_parts, .add_masses = async_add_masses, .top_pages = async_top_pages,
         .rotate = async_rotate, .select = async_select, .merge = async_merge, .sample = async_sample, .check_finite = async_check_finite,
         .norm_linear = async_norm_linear, .qkv_rope_append = async_qkv_rope_append, .gate_up_silu = async_gate_up_silu,
         .linear_add = async_linear_add,

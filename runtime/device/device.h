@@ -192,6 +192,17 @@ typedef struct hsri_ops {
     void (*attend_list)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
                         hsri_ref rotated, hsri_ref pick_of, const hsri_lists *lists, uint32_t g0, uint32_t g1, hsri_ref part);
 
+    /* Parts of the pages that the listed rows attend, of the groups that `what` names. */
+    void (*page_parts)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
+                       hsri_ref rotated, const hsri_page_parts *what);
+    /* mass tables += the parts' share of their rows' totals, row by row; acc = the rows' state after the last merge */
+    void (*add_masses)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, hsri_ref acc,
+                       const hsri_page_parts *what);
+    /* out[n_layers][n_kv_heads][stride] = the wants[layer] <= stride pages of the range with the highest mass, of equal ones the lower, in
+     * ascending order; then UINT32_MAX */
+    void (*top_pages)(hsri_queue *q, const hsri_kv_view *kv, const hsri_mass_range *range, hsri_ref wants /* uint32[n_layers] */, uint32_t stride,
+                      hsri_ref out);
+
     /* ---- compound: see compound.c for what each is made of; scratch is at least compound_scratch() floats ---- */
     void (*norm_linear)(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, uint32_t n_rows, hsri_ref scratch, hsri_ref out);
     void (*qkv_rope_append)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, hsri_ref in, hsri_ref gain, float eps,

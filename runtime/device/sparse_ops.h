@@ -61,4 +61,43 @@ typedef struct hsri_lists {
     uint32_t n_picks;
 } hsri_lists;
 
+/* ---- how much attention pages got ----
+ * The mass table of a sequence holds, for each (layer, kv head, page), the probabilities that the queries of the head's group gave the
+ * page's tokens, normalised by the row's total and summed over those rows that were asked to add theirs. Pages lie in runs, so that a
+ * table grows at its end. */
+
+#define HSRI_MASS_RUN 64u           /* pages: float[runs][n_layers][n_kv_heads][HSRI_MASS_RUN] */
+
+static inline uint64_t hsri_mass_at(uint32_t n_layers, uint32_t n_kv_heads, uint32_t layer, uint32_t kv_head, uint32_t page)
+{
+    return (((uint64_t)(page / HSRI_MASS_RUN) * n_layers + layer) * n_kv_heads + kv_head) * HSRI_MASS_RUN + page % HSRI_MASS_RUN;
+}
+
+/* A row that adds what it attended; device array. Pages from n_known on have no mass yet, whatever their place in the table holds. */
+typedef struct hsri_mass_row {
+    uint32_t row, n_known;
+} hsri_mass_row;
+
+typedef enum hsri_parts_of { HSRI_PARTS_DENSE, HSRI_PARTS_FIXED, HSRI_PARTS_LISTS } hsri_parts_of;
+
+/* Parts of pages: { m, l } as of groups, of what a row attended of a page. Those of a dense row are made group by group, those of a
+ * sparse one first of the fixed groups, which forgets what was there, then of the lists. */
+typedef struct hsri_page_parts {
+    hsri_parts_of of;
+    uint32_t   g0, g1;              /* DENSE, LISTS: groups */
+    int        runs;                /* FIXED: as in attend_fixed */
+    hsri_ref   pick_of;             /* LISTS: as in attend_list */
+    hsri_lists lists;
+    hsri_ref   rows;                /* hsri_mass_row[n_rows], of the batch, ascending */
+    hsri_ref   parts;               /* float[n_rows][n_heads][n_pages]{ m, l } */
+    hsri_ref   tables;              /* hsri_ref[n_seqs]: each sequence's mass table; used for those of the rows */
+    uint32_t   n_rows, n_pages;
+} hsri_page_parts;
+
+/* Pages [first_page, end_page) of a mass table, of which those from n_known on have no mass yet. */
+typedef struct hsri_mass_range {
+    hsri_ref table;
+    uint32_t n_known, first_page, end_page;
+} hsri_mass_range;
+
 #endif

@@ -14,6 +14,7 @@
 
 #include "base/log.h"
 #include "device/device.h"
+#include "engine/masses.h"
 #include "kv/cache.h"
 #include "kv/holder.h"
 #include "model.h"
@@ -87,6 +88,7 @@ struct hsr_session {
     bool       cancel;
 
     hsr_capture capture;          /* n 0: none */
+    hsri_masses masses;
 
     uint64_t prefill_tokens, decode_tokens;
     uint64_t sparse_rows;
@@ -126,12 +128,14 @@ typedef struct hsri_spans {
     hsri_pick   *picks;
     uint32_t    *pick_of;
     hsri_sparse *settings;          /* [2][layers][parts] */
+    hsri_mass_row *mass_rows;       /* rows that add to mass tables, relative to their span */
+    hsri_ref    *mass_tables;       /* [parts] */
     float       *covered;           /* [layers][rows][heads] */
     uint32_t    *attended;          /* [layers][rows][kv heads]: units */
-    uint32_t     n_spans, n_picks;
+    uint32_t     n_spans, n_picks, n_mass_rows;
     bool         any_sparse, observed;
     uint32_t     buf;               /* device arena; 0 until a sparse session exists */
-    hsri_ref     d_picks, d_pick_of, d_settings;
+    hsri_ref     d_picks, d_pick_of, d_settings, d_mass_rows, d_mass_tables;
 } hsri_spans;
 
 struct hsr_engine {

@@ -185,6 +185,7 @@ void hsri_session_destroy(hsr_session *s)
         e->turn--;
     e->free_slots[e->n_free_slots++] = s->slot;
     end_request(s);
+    hsri_masses_destroy(s);
     hsri_cache_destroy(s->cache);
     free(s->appended);
     free(s->ids);
@@ -235,12 +236,19 @@ static hsr_status note_append(hsr_session *s, uint64_t end, hsr_error *err)
     return HSR_OK;
 }
 
+/* Memory for selections among the first n tokens. */
+static hsr_status reserve(hsr_session *s, const hsri_profile *p, uint64_t n, hsr_error *err)
+{
+    HSRI_TRY(hsri_spans_reserve(s->engine, p, s, n, err));
+    return hsri_masses_reserve(s, p, n, err);
+}
+
 /* Room for n ids in all, and KV for the first n_kv of them. */
 static hsr_status make_room(hsr_session *s, uint64_t n, uint64_t n_kv, hsr_error *err)
 {
     if (!hsri_grow((void **)&s->ids, &s->ids_cap, n, sizeof *s->ids))
         return hsri_fail(err, HSR_E_NOMEM, "no memory for %llu token ids", (unsigned long long)n);
-    HSRI_TRY(hsri_spans_reserve(s->engine, s->profile, s, n_kv, err));
+    HSRI_TRY(reserve(s, s->profile, n_kv, err));
     return hsri_cache_admit(s->cache, n_kv, err);
 }
 
@@ -306,6 +314,7 @@ hsr_status hsri_session_truncate(hsr_session *s, uint64_t n, hsr_error *err)
     s->target = hsri_min(s->target, n);
     hsri_session_trim_appended(s);
     s->kept_end = hsri_min(s->kept_end, n);
+    hsri_masses_cut(s, n);
     s->status = HSR_OK;
     s->untold = false;
     return HSR_OK;
@@ -315,7 +324,9 @@ hsr_status hsri_session_rebuild(hsr_session *s, hsr_error *err)
 {
     if (s->request.active)
         return hsri_fail(err, HSR_E_STATE, "rebuild: a request is running");
+    HSRI_TRY(reserve(s, s->profile, s->n_tokens, err));
     HSRI_TRY(cut_cache(s, 0, err));
+    hsri_masses_cut(s, 0);
     HSRI_TRY(hsri_cache_admit(s->cache, s->n_tokens, err));
     if (s->n_tokens > 0)
         HSRI_TRY(note_append(s, s->n_tokens, err));
@@ -332,7 +343,9 @@ hsr_status hsri_session_set_profile(hsr_session *s, int32_t id, hsr_error *err)
     HSRI_TRY(hsri_engine_profile(s->engine, id, &p, err));
     if (!hsri_profile_can_read(p, (hsri_index_kind)s->index_shape.kind))
         return hsri_fail(err, HSR_E_UNSUPPORTED, "the index of the session does not hold what the selector of profile %d reads", id);
-    HSRI_TRY(hsri_spans_reserve(s->engine, p, s, s->n_tokens, err));
+    HSRI_TRY(reserve(s, p, s->n_tokens, err));
+    if (p != s->profile)
+        hsri_masses_unlist(&s->masses);
     s->profile = p;
     s->profile_id = id;
     return HSR_OK;
@@ -351,8 +364,11 @@ hsr_status hsri_session_fork(hsr_session *s, hsr_session **out, hsr_error *err)
     if (!hsri_grow((void **)&f->ids, &f->ids_cap, s->n_tokens ? s->n_tokens : 1, sizeof *f->ids))
         st = hsri_fail(err, HSR_E_NOMEM, "no memory for %llu token ids", (unsigned long long)s->n_tokens);
     else
+        st = hsri_masses_fork(s, f, err);
+    if (st == HSR_OK)
         st = hsri_cache_fork(s->cache, e->queue, &f->cache, err);
     if (st < 0) {
+        hsri_masses_destroy(f);
         free(f->ids);
         free(f);
         return st;

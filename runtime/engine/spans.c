@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "engine/spans.h"
 
-#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -45,7 +44,7 @@ static void choose_layers(const hsr_session *s, uint64_t pos, row_mode *m)
 
     m->dense_layers = p->dense_layers;
     for (uint32_t i = 0; i < p->n_layers; i++) {
-        const uint32_t budget = hsri_profile_budget(p, i, m->prefill, selectable);
+        const uint32_t budget = hsri_profile_selects(p, i, m->prefill, selectable);
         if (budget >= selectable)
             hsri_layer_add(&m->dense_layers, i);
         if (hsri_layer_in(&m->dense_layers, i))
@@ -72,7 +71,7 @@ static row_mode mode_of(const hsr_session *s, uint64_t pos)
 
 uint32_t hsri_spans_rows(const hsr_session *s, uint64_t n, uint32_t room)
 {
-    n = hsri_min(n, room);
+    n = hsri_min(hsri_min(n, room), hsri_masses_stop(s) - s->n_computed);
     if (!s->profile->sparse || s->profile->prefill_units == 0 || n == 0)
         return (uint32_t)n;
     const uint64_t end = s->n_computed + n;
@@ -103,9 +102,24 @@ static bool fits(const hsr_engine *e, const hsri_span *span, const row_mode *m)
                e->room.scratch_bytes;
 }
 
-static bool joins(const hsr_engine *e, const hsri_span *last, const row_mode *m, uint64_t pos, uint32_t n_fixed)
+/* Rows among those of the mode, from pos on, that add to the mass table. */
+static uint32_t count_votes(const hsr_session *s, const row_mode *m, uint64_t pos)
 {
-    if (last->sparse != m->sparse)
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < m->n_rows; i++)
+        n += hsri_masses_votes(s, pos + i);
+    return n;
+}
+
+static bool hears(const hsr_engine *e, const hsri_span *last, uint64_t max_pos, uint32_t n_votes)
+{
+    const uint64_t pages = hsri_max(last->mass_pages, max_pos / HSRI_PAGE_TOKENS + 1);
+    return n_votes == 0 || ((uint64_t)last->n_mass_rows + n_votes) * e->model->hp.n_heads * pages <= e->room.n_parts;
+}
+
+static bool joins(const hsr_engine *e, const hsri_span *last, const row_mode *m, uint64_t pos, uint32_t n_fixed, uint32_t n_votes)
+{
+    if (last->sparse != m->sparse || !hears(e, last, pos + m->n_rows - 1, n_votes))
         return false;
     if (!m->sparse)
         return true;
@@ -122,15 +136,16 @@ static uint32_t fixed_groups(const hsr_session *s)
 }
 
 /* Rows [row, row + m->n_rows) of the step, at positions from pos on. */
-static void add_rows(hsr_engine *e, const hsr_session *s, const row_mode *m, uint32_t row, uint64_t pos)
+static void add_rows(hsr_engine *e, hsr_session *s, const row_mode *m, uint32_t row, uint64_t pos)
 {
     hsri_spans *t = &e->spans;
+    const uint32_t n_votes = count_votes(s, m, pos);
     const uint32_t n_fixed = m->sparse ? fixed_groups(s) : 0;
 
-    if (t->n_spans == 0 || !joins(e, &t->spans[t->n_spans - 1], m, pos, n_fixed))
+    if (t->n_spans == 0 || !joins(e, &t->spans[t->n_spans - 1], m, pos, n_fixed, n_votes))
         t->spans[t->n_spans++] = (hsri_span){
             .row = row, .sparse = m->sparse, .prefill = m->sparse && m->prefill, .observed = m->sparse && !m->prefill, .first_pick = t->n_picks,
-            .dense_layers = m->dense_layers,
+            .first_mass_row = t->n_mass_rows, .dense_layers = m->dense_layers,
         };
     hsri_span *span = &t->spans[t->n_spans - 1];
     span->max_pos = (uint32_t)hsri_max(span->max_pos, pos + m->n_rows - 1);
@@ -143,6 +158,12 @@ static void add_rows(hsr_engine *e, const hsr_session *s, const row_mode *m, uin
         span->n_fixed = (uint32_t)hsri_max(span->n_fixed, n_fixed);
         span->max_units = (uint32_t)hsri_max(span->max_units, m->units);
     }
+    for (uint32_t i = 0; i < m->n_rows && n_votes; i++)
+        if (hsri_masses_votes(s, pos + i))
+            t->mass_rows[t->n_mass_rows++] = hsri_masses_vote(&s->masses, span->n_rows + i, pos + i);
+    span->n_mass_rows += n_votes;
+    if (n_votes)
+        span->mass_pages = (uint32_t)hsri_max(span->mass_pages, (pos + m->n_rows - 1) / HSRI_PAGE_TOKENS + 1);
     span->n_rows += m->n_rows;
 }
 
@@ -155,22 +176,29 @@ static void fill_settings(hsr_engine *e)
     for (int prefill = 0; prefill < 2; prefill++)
         for (uint32_t layer = 0; layer < n_layers; layer++)
             for (uint32_t i = 0; i < n_parts; i++) {
-                const hsri_profile *p = e->step.parts[i].session->profile;
+                const hsr_session *s = e->step.parts[i].session;
+                const hsri_profile *p = s->profile;
                 hsri_sparse *to = &e->spans.settings[(prefill * n_layers + layer) * n_parts + i];
                 *to = (hsri_sparse){ 0 };
                 if (p->sparse)
                     hsri_profile_fill(p, layer, prefill, !c || c->virtual_helps[layer], to);
+                if (hsri_profile_remembers(p) && !prefill) {
+                    to->n_forced = s->masses.stride;
+                    to->forced = hsri_masses_list(s);
+                }
             }
 }
 
 void hsri_spans_build(hsr_engine *e)
 {
     hsri_spans *t = &e->spans;
-    t->n_spans = t->n_picks = 0;
+    t->n_spans = t->n_picks = t->n_mass_rows = 0;
     t->any_sparse = false;
     for (uint32_t i = 0; i < e->step.n_parts; i++) {
         const hsri_part *part = &e->step.parts[i];
-        const hsr_session *s = part->session;
+        hsr_session *s = part->session;
+        hsri_masses_plan(s, part->n_rows);
+        t->mass_tables[i] = hsri_masses_table(&s->masses);
         for (uint32_t row = 0; row < part->n_rows; ) {
             const row_mode m = mode_of(s, s->n_computed + row);
             add_rows(e, s, &m, part->first_row + row, s->n_computed + row);
@@ -186,6 +214,12 @@ void hsri_spans_enqueue(hsr_engine *e)
 {
     hsri_spans *t = &e->spans;
     const hsri_step *step = &e->step;
+    for (uint32_t i = 0; i < step->n_parts; i++)
+        hsri_masses_enqueue(step->parts[i].session);
+    if (t->n_mass_rows) {
+        e->dev->copy_in(e->queue, t->d_mass_rows, t->mass_rows, t->n_mass_rows * sizeof *t->mass_rows);
+        e->dev->copy_in(e->queue, t->d_mass_tables, t->mass_tables, step->n_parts * sizeof *t->mass_tables);
+    }
     if (!t->any_sparse)
         return;
     e->dev->copy_in(e->queue, t->d_picks, t->picks, t->n_picks * sizeof *t->picks);
@@ -254,6 +288,8 @@ static void lay_out(hsr_engine *e, uint64_t rows, uint64_t parts, hsri_ref *next
     t->d_picks           = hsri_carve(next, rows * sizeof *t->picks);
     t->d_pick_of         = hsri_carve(next, rows * sizeof *t->pick_of);
     t->d_settings        = hsri_carve(next, 2 * hp->n_layers * parts * sizeof *t->settings);
+    t->d_mass_rows       = hsri_carve(next, rows * sizeof *t->mass_rows);
+    t->d_mass_tables     = hsri_carve(next, parts * sizeof *t->mass_tables);
     e->room.counts       = hsri_carve(next, rows * hp->n_kv_heads * sizeof(uint32_t));
     e->room.virtual_part = hsri_carve(next, rows * hp->n_heads * (hp->head_dim + 2ull) * sizeof(float));
     e->room.covered      = hsri_carve(next, hp->n_layers * rows * hp->n_heads * sizeof(float));
@@ -272,7 +308,9 @@ hsr_status hsri_spans_create(hsr_engine *e, hsr_error *err)
     t->settings = hsri_new_array(2 * hp->n_layers * parts, sizeof *t->settings);
     t->covered  = hsri_new_array(hp->n_layers * rows * hp->n_heads, sizeof *t->covered);
     t->attended = hsri_new_array(hp->n_layers * rows * hp->n_kv_heads, sizeof *t->attended);
-    if (!t->spans || !t->picks || !t->pick_of || !t->settings || !t->covered || !t->attended)
+    t->mass_rows   = hsri_new_array(rows, sizeof *t->mass_rows);
+    t->mass_tables = hsri_new_array(parts, sizeof *t->mass_tables);
+    if (!t->spans || !t->picks || !t->pick_of || !t->settings || !t->covered || !t->attended || !t->mass_rows || !t->mass_tables)
         return hsri_fail(err, HSR_E_NOMEM, "no memory for the selections of %llu rows", (unsigned long long)rows);
     return HSR_OK;
 }
@@ -303,6 +341,8 @@ void hsri_spans_destroy(hsr_engine *e)
     free(t->settings);
     free(t->covered);
     free(t->attended);
+    free(t->mass_rows);
+    free(t->mass_tables);
 }
 
 /* A larger buffer in place of *ref. */
@@ -329,12 +369,17 @@ hsr_status hsri_spans_reserve(hsr_engine *e, const hsri_profile *p, const hsr_se
     while (pages * HSRI_PAGE_TOKENS < n_tokens)
         pages *= 2;
     const uint64_t selectable = hsri_selectable_units(pages, sink_pages(s), window_pages(s));
-    const uint64_t units = hsri_min(hsri_max(p->max_units, (uint64_t)ceilf(p->ratio * (float)selectable)), pages * HSRI_PAGE_UNITS);
+    uint64_t units = p->prefill_units;
+    for (uint32_t i = 0; i < p->n_layers; i++)
+        units = hsri_max(units, hsri_profile_selects(p, i, false, selectable));
+    units = hsri_min(units, pages * HSRI_PAGE_UNITS);
     e->room.clusters |= s->index_shape.clusters != 0;
     const uint64_t bytes = hsri_select_scratch(SPAN_VOTES, SPAN_VOTES, hp->n_heads, hp->n_kv_heads, hp->head_dim, (uint32_t)pages,
                                                    e->room.clusters);
 
     HSRI_TRY(create_arrays(e, err));
     HSRI_TRY(enlarge(e, &e->room.scratch, &e->room.scratch_bytes, bytes, 1, err));
+    if (hsri_profile_remembers(p))
+        HSRI_TRY(enlarge(e, &e->room.parts, &e->room.n_parts, SPAN_VOTES * hp->n_heads * pages, 2 * sizeof(float), err));
     return enlarge(e, &e->room.units, &e->room.n_units, SPAN_VOTES * hp->n_kv_heads * units, sizeof(uint32_t), err);
 }

@@ -288,6 +288,7 @@ static hsr_status compute(hsr_engine *e, hsr_error *err)
         .kv = &e->shape.view, .batch = { t->d_rows, t->d_seqs, t->n_rows, t->n_parts }, .ids = t->d_ids,
         .rope_tables = { .buf = e->rope_buf }, .spans = e->spans.spans, .n_spans = e->spans.n_spans, .rotate = reads_rotated(e),
         .picks = e->spans.d_picks, .pick_of = e->spans.d_pick_of, .room = &e->room, .status = &status, .err = err, .taps = e->taps, .n_taps = fill_taps(e),
+        .mass_rows = e->spans.d_mass_rows, .mass_tables = e->spans.d_mass_tables,
         .sparse = { e->spans.d_settings, hsri_at(e->spans.d_settings, (uint64_t)e->model->hp.n_layers * t->n_parts * sizeof(hsri_sparse)) },
     };
 
@@ -362,6 +363,7 @@ static void settle_part(hsr_engine *e, hsri_part *p)
     if (!is_decode(s))
         s->prefill_tokens += p->n_rows;
     s->n_computed += p->n_rows;
+    hsri_masses_commit(s, s->n_computed);
     hsri_session_trim_appended(s);
     if (!finite)
         hsri_session_fail(s, HSR_E_NONFINITE);

@@ -54,9 +54,6 @@ static hsr_status check(const hsr_profile *p, uint32_t n_layers, bool calibrated
         return hsri_fail(err, HSR_E_INVALID, "sparse_ratio is %g, allowed are 0 to 1", (double)p->sparse_ratio);
     HSRI_TRY(is_slice("slice_size", p->slice_size, err));
     HSRI_TRY(hsri_in_range("forced_history", p->forced_history, 0, 64, err));
-    if (p->forced_history > 0 || p->selector == HSR_SELECT_HISTORY)
-        return hsri_fail(err, HSR_E_UNSUPPORTED, "%s needs a history of attention, which this version does not keep",
-                         p->forced_history > 0 ? "forced_history above 0" : "selector history");
     HSRI_TRY(hsri_in_range("candidates", p->candidates, 0, MAX_TOKENS, err));
     HSRI_TRY(hsri_in_range("dense_below", p->dense_below, 0, INT32_MAX, err));
     HSRI_TRY(hsri_in_range("prefill_dense_below", p->prefill_dense_below, 0, INT32_MAX, err));
@@ -85,7 +82,8 @@ static void fill(const hsr_profile *in, uint32_t n_layers, bool calibrated, hsri
     p->virtual_tokens = in->virtual_tokens && (p->selector == HSRI_SELECT_SKETCH || p->selector == HSRI_SELECT_CLUSTER);
     p->ratio = in->sparse_ratio;
     p->slice_units = (uint32_t)in->slice_size / HSRI_UNIT_TOKENS;
-    p->prefill_units = units_of(in->prefill_budget);
+    /* What prompt runs attend must not depend on how steps cut the prompt, and a history grows with every step. */
+    p->prefill_units = p->selector == HSRI_SELECT_HISTORY ? 0 : units_of(in->prefill_budget);
     p->forced = (uint32_t)in->forced_history;
     p->candidates = in->candidates ? (uint32_t)in->candidates : 4096;
     p->dense_below = (uint64_t)in->dense_below;
@@ -101,9 +99,7 @@ static void fill(const hsr_profile *in, uint32_t n_layers, bool calibrated, hsri
     for (uint32_t i = 0; i < n_layers; i++) {
         const bool own = in->n_layer_budgets && in->layer_budgets[i];
         p->layer_units[i] = units_of(own ? in->layer_budgets[i] : in->budget);
-        p->max_units = (uint32_t)hsri_max(p->max_units, p->layer_units[i]);
     }
-    p->max_units = (uint32_t)hsri_max(p->max_units, p->prefill_units);
 }
 
 hsr_status hsri_profile_create(const hsr_profile *in, uint32_t n_layers, bool calibrated, hsri_profile **out, hsr_error *err)
@@ -156,6 +152,24 @@ uint32_t hsri_profile_budget(const hsri_profile *p, uint32_t layer, bool prefill
     /* The same product as an operation makes of hsri_sparse.ratio. */
     const uint64_t share = p->ratio > 0 ? (uint64_t)ceilf(p->ratio * (float)selectable) : 0;
     return (uint32_t)hsri_max(p->layer_units[layer], share);
+}
+
+bool hsri_profile_remembers(const hsri_profile *p) { return p->sparse && (p->forced > 0 || p->selector == HSRI_SELECT_HISTORY); }
+
+uint32_t hsri_profile_forced(const hsri_profile *p, uint32_t layer, uint64_t selectable)
+{
+    uint64_t pages = p->forced;
+    if (p->selector == HSRI_SELECT_HISTORY)
+        pages += hsri_max(1, hsri_profile_budget(p, layer, false, selectable) / HSRI_PAGE_UNITS);
+    return (uint32_t)hsri_min(pages, selectable / HSRI_PAGE_UNITS);
+}
+
+uint32_t hsri_profile_selects(const hsri_profile *p, uint32_t layer, bool prefill, uint64_t selectable)
+{
+    const uint64_t budget = hsri_profile_budget(p, layer, prefill, selectable);
+    if (prefill || !hsri_profile_remembers(p))
+        return (uint32_t)budget;
+    return (uint32_t)((p->selector == HSRI_SELECT_HISTORY ? 0 : budget) + (uint64_t)hsri_profile_forced(p, layer, selectable) * HSRI_PAGE_UNITS);
 }
 
 void hsri_profile_fill(const hsri_profile *p, uint32_t layer, bool prefill, bool virtual_helps, hsri_sparse *out)

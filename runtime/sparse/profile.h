@@ -20,7 +20,7 @@ typedef struct hsri_profile {
     uint32_t       coarse_pages, fine_units, top_coarse, top_fine;
     uint64_t       seed;
     hsri_layer_set dense_layers;
-    uint32_t       n_layers, max_units;
+    uint32_t       n_layers;
     uint32_t       layer_units[];    /* [n_layers]: budget of a decode row */
 } hsri_profile;
 
@@ -41,6 +41,15 @@ static inline uint64_t hsri_selectable_units(uint64_t q, uint32_t sink_pages, ui
 
 /* Budget in units for a row that can select among `selectable` ones. */
 uint32_t hsri_profile_budget(const hsri_profile *profile, uint32_t layer, bool prefill, uint64_t selectable);
+
+/* Does it look at what was attended so far? */
+bool hsri_profile_remembers(const hsri_profile *profile);
+
+/* Pages that a decode row reads beside the budget because they were attended most; for selector history all that it reads. */
+uint32_t hsri_profile_forced(const hsri_profile *profile, uint32_t layer, uint64_t selectable);
+
+/* Units in all that a row may select. */
+uint32_t hsri_profile_selects(const hsri_profile *profile, uint32_t layer, bool prefill, uint64_t selectable);
 
 /* The settings as operations read them. */
 void hsri_profile_fill(const hsri_profile *profile, uint32_t layer, bool prefill, bool virtual_helps, hsri_sparse *out);

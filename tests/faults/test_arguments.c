@@ -266,11 +266,11 @@ static void test_sparse_arguments(hsr_engine *e)
     REFUSE(budget, -1, "budget");
     REFUSE(selector, 10, "selector");
     REFUSE(selector, HSR_SELECT_SKETCH, "sketch");
-    REFUSE(selector, HSR_SELECT_HISTORY, "history");
     REFUSE(sparse_ratio, 1.5f, "sparse_ratio");
     REFUSE(sparse_ratio, (float)NAN, "sparse_ratio");
     REFUSE(slice_size, 48, "slice_size");
     REFUSE(forced_history, 65, "forced_history");
+    REFUSE(forced_history, -1, "forced_history");
     REFUSE(candidates, -1, "candidates");
     REFUSE(dense_below, -1, "dense_below");
     REFUSE(prefill_budget, -1, "prefill_budget");

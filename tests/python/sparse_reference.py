@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import reference
+from history_reference import History
 
 PAGE, UNIT, RUN = 64, 16, 128
 
@@ -24,6 +25,10 @@ class Rules:
     dense_below: int = 0
     prefill_budget: int = 0
     prefill_dense_below: int = 0
+    forced: int = 0
+    """Pages of the highest mass so far, beside the budget."""
+    only_forced: bool = False
+    """Selector history: nothing else is selected."""
 
 
 def logits(folder, ids: list[int], appends: list[int], rules: Rules) -> np.ndarray:
@@ -36,7 +41,7 @@ def logits(folder, ids: list[int], appends: list[int], rules: Rules) -> np.ndarr
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
         normed = reference._norm(x, tensors[layer + "input_layernorm.weight"], eps)
-        x = x + _attention(config, tensors, layer, normed, inv_freq, factor, runs, rules)
+        x = x + _attention(config, tensors, layer, normed, inv_freq, factor, runs, rules, appends)
         x = x + reference._mlp(tensors, layer + "mlp.", reference._norm(x, tensors[layer + "post_attention_layernorm.weight"], eps))
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     return reference._norm(x, tensors["model.norm.weight"], eps) @ head.T
@@ -53,7 +58,7 @@ def whole_runs(appends: list[int], rules: Rules) -> set[int]:
     return runs
 
 
-def _attention(config, tensors, layer, x, inv_freq, factor, runs, rules) -> np.ndarray:
+def _attention(config, tensors, layer, x, inv_freq, factor, runs, rules, appends) -> np.ndarray:
     n, d, heads = len(x), reference.head_dim(config), config["num_attention_heads"]
     names = [f"{layer}self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     q, k, v = (reference._linear(tensors, name, x).reshape(n, -1, d) for name in names[:3])
@@ -64,8 +69,10 @@ def _attention(config, tensors, layer, x, inv_freq, factor, runs, rules) -> np.n
         group = range(g * share, (g + 1) * share)
         scores = np.stack([q[:, h] @ k[:, g].T / math.sqrt(d) for h in group])
         visible = np.tril(np.ones((n, n), bool))
+        history = History(appends, rules)
         for row in range(n):
-            _restrict(visible, scores, row, runs, rules)
+            _restrict(visible, scores, row, runs, rules, history.forced(row))
+            history.add(row, scores, visible)
         for h in group:
             s = np.where(visible, scores[h - g * share], -np.inf)
             weight = np.exp(s - s.max(axis=-1, keepdims=True))
@@ -73,25 +80,29 @@ def _attention(config, tensors, layer, x, inv_freq, factor, runs, rules) -> np.n
     return reference._linear(tensors, names[3], out.reshape(n, heads * d))
 
 
-def _restrict(visible: np.ndarray, scores: np.ndarray, row: int, runs: set[int], rules: Rules) -> None:
+def _restrict(visible: np.ndarray, scores: np.ndarray, row: int, runs: set[int], rules: Rules, forced: list[int]) -> None:
     """Clear what `row` does not attend."""
-    run = row // RUN * RUN
+    run, most_forced = row // RUN * RUN, rules.forced
     if run in runs:
         if rules.prefill_budget == 0 or run < -(-rules.prefill_dense_below // RUN) * RUN:
             return
-        first, votes, budget = run, range(run, run + RUN, 8), rules.prefill_budget
+        first, votes, budget, forced = run, range(run, run + RUN, 8), rules.prefill_budget, []
+        most_forced = 0
     else:
         if row < rules.dense_below:
             return
-        first, votes, budget = row, (row,), rules.budget
+        first, votes, budget = row, (row,), 0 if rules.only_forced else rules.budget
     begin, end = rules.sink, max((first // PAGE + 1 - rules.window // PAGE) * PAGE, rules.sink)
-    if end - begin <= budget:
+    if end - begin <= budget + most_forced * PAGE:
         return
     worth = sum(_worth(scores, vote, begin, end, rules) for vote in votes)
     slices = worth.reshape(-1, rules.slice_units).sum(axis=1)
+    of_forced = np.isin(np.arange(begin, end, UNIT * rules.slice_units) // PAGE, forced)
+    slices[of_forced] = -1
     chosen = np.argsort(-slices, kind="stable")[: budget // (UNIT * rules.slice_units)]
     keep = np.zeros(len(slices), bool)
     keep[chosen] = True
+    keep |= of_forced
     visible[row, begin:end] = np.repeat(keep, UNIT * rules.slice_units)
 
 

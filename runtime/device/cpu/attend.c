@@ -7,14 +7,13 @@
  *
  * A group of an encoded session may begin with plain pages (sink), go on with encoded ones and end with plain ones (window): pieces of
  * equal format are folded in order. */
-#include "device/cpu/pages.h"
+#include "device/cpu/attend_job.h"
 
 #include <math.h>
 #include <string.h>
 
 #include "base/array.h"
 
-#define GROUP_PAGES (HSRI_GROUP_TOKENS / HSRI_PAGE_TOKENS)
 #define LIST_PAGES (HSRI_LIST_GROUP_UNITS / HSRI_PAGE_UNITS)
 #define MACS_PER_NS 16u                /* of one thread, for estimates */
 
@@ -22,49 +21,10 @@ _Static_assert(GROUP_PAGES * HSRI_PAGE_UNITS <= HSRI_UNITS_MAX, "a dense group f
 _Static_assert(HSRI_UNITS_SCRATCH <= HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH, "kernels of encoded pages have their scratch");
 _Static_assert(LIST_PAGES * HSRI_PAGE_UNITS == HSRI_LIST_GROUP_UNITS, "a list group fills whole pages");
 
-/* Units of one layer and kv head, chosen for each pick. */
-typedef struct unit_lists {
-    const uint32_t *units, *counts, *pick_of;
-    uint32_t        stride;
-} unit_lists;
-
-typedef struct attend_job attend_job;
-
-/* The queries of a call. */
-typedef struct query_set {
-    const float *queries[HSRI_ATTEND_MAX_QUERIES];
-    const float *rotated[HSRI_ATTEND_MAX_QUERIES];
-    float       *partials[HSRI_ATTEND_MAX_QUERIES];
-    uint32_t     pos[HSRI_ATTEND_MAX_QUERIES];
-    uint32_t     n;
-} query_set;
-
-struct attend_job {
-    /* Rows [first, return value) up to `end` read the same tokens. */
-    uint32_t (*run_end)(const attend_job *job, uint32_t first, uint32_t end);
-    /* Partials of group g for rows that read the same as `row`. */
-    void (*group)(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch);
-    const hsri_cpu_device *dev;
-    const hsri_row     *rows;
-    const hsri_seq     *seqs;
-    const hsri_kv_view *kv;
-    const float        *queries, *rotated;
-    float              *part;
-    uint32_t            n_rows, layer, n_heads, g0, n_groups;
-    uint32_t            heads_per_kv, tile_rows, n_tiles;
-    float               scale;
-    int                 prompt_runs; /* of fixed groups */
-    unit_lists          lists;
-};
-
-static const hsri_seq *seq_of(const attend_job *job, uint32_t row) { return &job->seqs[job->rows[row].seq]; }
-static uint32_t page_of(const attend_job *job, uint32_t row) { return job->rows[row].pos / HSRI_PAGE_TOKENS; }
-
 /* ---- pieces ---- */
 
 /* Where a worker's scratch has what this file keeps beside the kernels' own part. */
 static uint8_t *gather_scratch(float *scratch) { return (uint8_t *)(scratch + HSRI_ATTEND_SCRATCH); }
-static float *piece_scratch(float *scratch) { return scratch + HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH; }
 
 /* How many tokens a query at `pos` sees of those from `first` on, at most `most`. */
 static uint32_t visible_tokens(uint32_t pos, uint64_t first, uint32_t most)
@@ -120,13 +80,8 @@ static void attend_encoded_pages(const attend_job *job, const hsri_seq *seq, uin
 
 /* ---- dense groups ---- */
 
-static bool reads_plain(const hsri_seq *seq, uint32_t page, uint32_t query_page)
-{
-    return hsri_kv_is_plain(seq->format) || page < seq->sink_pages || page + seq->window_pages > query_page;
-}
-
-static void dense_piece(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, bool plain, uint32_t page, uint32_t n_pages,
-                        const query_set *set, float *scratch)
+void hsri_cpu_attend_pages(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, bool plain, uint32_t page, uint32_t n_pages,
+                           const query_set *set, float *scratch)
 {
     hsri_page_table table = hsri_plain_pages(job->dev, job->kv, seq, job->layer, kv_head);
 
@@ -136,19 +91,9 @@ static void dense_piece(const attend_job *job, const hsri_seq *seq, uint32_t kv_
         attend_encoded_pages(job, seq, kv_head, page, n_pages, set, scratch);
 }
 
-/* The set with other places for its results: pieces behind a group's first. */
-static query_set with_partials(const query_set *set, float *partials, uint32_t head_dim)
-{
-    query_set other = *set;
-
-    for (uint32_t i = 0; i < set->n; i++)
-        other.partials[i] = partials + (uint64_t)i * (2 + head_dim);
-    return other;
-}
-
 static void dense_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch)
 {
-    const hsri_seq *seq = seq_of(job, row);
+    const hsri_seq *seq = hsri_cpu_seq_of(job, row);
     uint32_t        query_page = set->pos[set->n - 1] / HSRI_PAGE_TOKENS, d = job->kv->head_dim;
     uint32_t        page = g * GROUP_PAGES, end = (uint32_t)hsri_min(page + GROUP_PAGES, (uint64_t)query_page + 1), n;
     query_set       later;
@@ -158,16 +103,16 @@ static void dense_group(const attend_job *job, uint32_t row, uint32_t kv_head, u
         return;
     }
     for (bool first = true; page < end; page += n, first = false) {
-        bool plain = reads_plain(seq, page, query_page);
+        bool plain = hsri_cpu_reads_plain(seq, page, query_page);
 
-        for (n = 1; page + n < end && reads_plain(seq, page + n, query_page) == plain;)
+        for (n = 1; page + n < end && hsri_cpu_reads_plain(seq, page + n, query_page) == plain;)
             n++;
         if (first) {
-            dense_piece(job, seq, kv_head, plain, page, n, set, scratch);
+            hsri_cpu_attend_pages(job, seq, kv_head, plain, page, n, set, scratch);
             continue;
         }
-        later = with_partials(set, piece_scratch(scratch), d);
-        dense_piece(job, seq, kv_head, plain, page, n, &later, scratch);
+        later = hsri_cpu_with_partials(set, hsri_cpu_piece_scratch(scratch), d);
+        hsri_cpu_attend_pages(job, seq, kv_head, plain, page, n, &later, scratch);
         for (uint32_t i = 0; i < set->n; i++)
             job->dev->kernels.merge(set->partials[i], later.partials[i], d);
     }
@@ -176,10 +121,10 @@ static void dense_group(const attend_job *job, uint32_t row, uint32_t kv_head, u
 /* All queries of a call see the same split into plain and encoded pages: those of one page do. */
 static uint32_t dense_run_end(const attend_job *job, uint32_t first, uint32_t end)
 {
-    bool     same_page = !hsri_kv_is_plain(seq_of(job, first)->format);
+    bool     same_page = !hsri_kv_is_plain(hsri_cpu_seq_of(job, first)->format);
     uint32_t row = first + 1;
 
-    while (row < end && job->rows[row].seq == job->rows[first].seq && (!same_page || page_of(job, row) == page_of(job, first)))
+    while (row < end && job->rows[row].seq == job->rows[first].seq && (!same_page || hsri_cpu_page_of(job, row) == hsri_cpu_page_of(job, first)))
         row++;
     return row;
 }
@@ -190,7 +135,7 @@ static uint32_t page_run_end(const attend_job *job, uint32_t first, uint32_t end
 {
     uint32_t row = first + 1;
 
-    while (row < end && job->rows[row].seq == job->rows[first].seq && page_of(job, row) == page_of(job, first))
+    while (row < end && job->rows[row].seq == job->rows[first].seq && hsri_cpu_page_of(job, row) == hsri_cpu_page_of(job, first))
         row++;
     return row;
 }
@@ -212,9 +157,9 @@ static void bridge_group(const attend_job *job, const hsri_seq *seq, uint32_t kv
 /* Fixed group g of queries of page q: sink, bridge, window. */
 static void fixed_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch)
 {
-    const hsri_seq *seq = seq_of(job, row);
+    const hsri_seq *seq = hsri_cpu_seq_of(job, row);
     hsri_page_table table = hsri_plain_pages(job->dev, job->kv, seq, job->layer, kv_head);
-    uint32_t        q = page_of(job, row), n_sink_groups = (uint32_t)hsri_div_up(seq->sink_pages, GROUP_PAGES);
+    uint32_t        q = hsri_cpu_page_of(job, row), n_sink_groups = (uint32_t)hsri_div_up(seq->sink_pages, GROUP_PAGES);
     uint64_t        first = (uint64_t)g * GROUP_PAGES, end = hsri_min(seq->sink_pages, q + 1ull);
 
     if (g == n_sink_groups) {
@@ -276,21 +221,13 @@ static void attend_plain_units(const attend_job *job, const hsri_seq *seq, const
                                                                 set->n, set->queries, visible, set->partials, scratch });
 }
 
-static void list_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch)
+void hsri_cpu_attend_units(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint32_t *chosen, uint32_t n,
+                           const query_set *set, float *scratch)
 {
-    const hsri_seq *seq = seq_of(job, row);
     hsri_page_table table = hsri_sealed_pages(job->dev, job->kv, seq, job->layer, kv_head);
-    uint64_t        list = (uint64_t)job->lists.pick_of[row] * job->kv->n_kv_heads + kv_head;
-    const uint32_t *chosen = job->lists.units + list * job->lists.stride + (uint64_t)g * HSRI_LIST_GROUP_UNITS;
-    uint64_t        begin = (uint64_t)g * HSRI_LIST_GROUP_UNITS, count = job->lists.counts[list];
-    uint32_t        n = begin < count ? (uint32_t)hsri_min(count - begin, HSRI_LIST_GROUP_UNITS) : 0;
     const uint8_t  *slots[HSRI_LIST_GROUP_UNITS];
     uint8_t         units[HSRI_LIST_GROUP_UNITS];
 
-    if (n == 0) {
-        empty_partials(job, set);
-        return;
-    }
     for (uint32_t i = 0; i < n; i++) {
         slots[i] = hsri_page_at(&table, chosen[i] / HSRI_PAGE_UNITS);
         units[i] = (uint8_t)(chosen[i] % HSRI_PAGE_UNITS);
@@ -301,10 +238,20 @@ static void list_group(const attend_job *job, uint32_t row, uint32_t kv_head, ui
         attend_encoded(job, seq, kv_head, slots, units, n, set, scratch);
 }
 
+static void list_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch)
+{
+    uint32_t        n;
+    const uint32_t *chosen = hsri_cpu_list_group(job, row, kv_head, g, &n);
+
+    if (n == 0)
+        empty_partials(job, set);
+    else
+        hsri_cpu_attend_units(job, hsri_cpu_seq_of(job, row), kv_head, chosen, n, set, scratch);
+}
+
 /* ---- tiles ---- */
 
-/* Rows [row, row_end) of one sequence, query heads [head, head_end). */
-static void fill_set(const attend_job *job, uint32_t row, uint32_t row_end, uint32_t head, uint32_t head_end, uint32_t g, query_set *set)
+void hsri_cpu_fill_queries(const attend_job *job, uint32_t row, uint32_t row_end, uint32_t head, uint32_t head_end, query_set *set)
 {
     uint32_t d = job->kv->head_dim;
 
@@ -315,10 +262,19 @@ static void fill_set(const attend_job *job, uint32_t row, uint32_t row_end, uint
 
             set->queries[set->n] = job->queries + at * d;
             set->rotated[set->n] = job->rotated ? job->rotated + at * d : NULL;
-            set->partials[set->n] = job->part + (at * job->n_groups + g - job->g0) * (2 + d);
             set->pos[set->n] = job->rows[r].pos;
         }
     }
+}
+
+static void fill_set(const attend_job *job, uint32_t row, uint32_t row_end, uint32_t head, uint32_t head_end, uint32_t g, query_set *set)
+{
+    uint32_t n = 0;
+
+    hsri_cpu_fill_queries(job, row, row_end, head, head_end, set);
+    for (uint32_t r = row; r < row_end; r++)
+        for (uint32_t h = head; h < head_end; h++, n++)
+            set->partials[n] = job->part + (((uint64_t)r * job->n_heads + h) * job->n_groups + g - job->g0) * (2 + job->kv->head_dim);
 }
 
 static void attend_tile(const attend_job *job, uint32_t tile, uint32_t kv_head, uint32_t g, float *scratch)
@@ -348,8 +304,8 @@ static void attend_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
     }
 }
 
-static attend_job job_of(hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads,
-                         float scale, hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
+attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads,
+                               float scale, hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
 {
     uint64_t n = (uint64_t)batch->n_rows * n_heads;
 
@@ -379,7 +335,7 @@ static void cpu_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
                        hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
 {
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
-    attend_job       job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, g0, g1, part);
+    attend_job       job = hsri_cpu_attend_job(dev, batch, kv, layer, n_heads, scale, queries, rotated, g0, g1, part);
     uint64_t         pairs = 0;
 
     for (uint32_t row = 0; row < job.n_rows; row++)
@@ -394,11 +350,11 @@ static void cpu_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsri_
                              hsri_ref queries, hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part)
 {
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
-    attend_job       job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, 0, n_fixed, part);
+    attend_job       job = hsri_cpu_attend_job(dev, batch, kv, layer, n_heads, scale, queries, rotated, 0, n_fixed, part);
     uint64_t         pairs = 0;
 
     for (uint32_t row = 0; row < job.n_rows; row++) {
-        const hsri_seq *seq = seq_of(&job, row);
+        const hsri_seq *seq = hsri_cpu_seq_of(&job, row);
 
         pairs += hsri_min(job.rows[row].pos + 1ull, ((uint64_t)seq->sink_pages + seq->window_pages) * HSRI_PAGE_TOKENS);
     }
@@ -413,12 +369,9 @@ static void cpu_attend_list(hsri_queue *q, const hsri_batch *batch, const hsri_k
                             hsri_ref part)
 {
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
-    attend_job       job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, g0, g1, part);
-    uint64_t         n_lists = (uint64_t)lists->n_picks * kv->n_kv_heads;
+    attend_job       job = hsri_cpu_attend_job(dev, batch, kv, layer, n_heads, scale, queries, rotated, g0, g1, part);
 
-    job.lists = (unit_lists){ hsri_cpu_at(dev, lists->units, n_lists * lists->stride * sizeof(uint32_t)),
-                              hsri_cpu_at(dev, lists->counts, n_lists * sizeof(uint32_t)),
-                              hsri_cpu_at(dev, pick_of, batch->n_rows * sizeof(uint32_t)), lists->stride };
+    job.lists = hsri_cpu_lists_of(dev, kv, batch->n_rows, pick_of, lists);
     job.run_end = pick_run_end;
     job.group = list_group;
     run_job(dev, &job, lists->n_picks, (uint64_t)batch->n_rows * (g1 - g0) * HSRI_LIST_GROUP_UNITS * HSRI_UNIT_TOKENS);

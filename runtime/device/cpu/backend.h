@@ -88,6 +88,8 @@ void hsri_cpu_run_items(hsri_cpu_device *dev, uint64_t n_items, uint64_t cost_ns
 /* The operations of attention and merging (attend.c), and of sealing (pages.c). */
 void hsri_cpu_attend_fill(hsri_ops *ops);
 void hsri_cpu_pages_fill(hsri_ops *ops);
+/* What pages got of the attention (page_mass.c). */
+void hsri_cpu_page_mass_fill(hsri_ops *ops);
 /* Rotating and choosing (sparse.c), and the index's part of sealing: the entry of a page k[64][d], v[64][d], into its slab. scratch:
  * hsri_index_scratch(d) floats. */
 void hsri_cpu_sparse_fill(hsri_ops *ops);

@@ -572,6 +572,7 @@ void hsri_cpu_ops_fill(hsri_ops *ops)
     ops->check_finite = cpu_check_finite;
     hsri_cpu_attend_fill(ops);
     hsri_cpu_pages_fill(ops);
+    hsri_cpu_page_mass_fill(ops);
     hsri_cpu_sparse_fill(ops);
     hsri_cpu_cluster_fill(ops);
 }

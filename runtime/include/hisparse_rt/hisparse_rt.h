@@ -289,7 +289,7 @@ HSR_API hsr_status hsr_engine_get_stats(hsr_engine *engine, hsr_engine_stats *st
 #define HSR_SELECT_MINMAX   4  /* upper bound from each channel's smallest and largest value (Quest) */
 #define HSR_SELECT_GAUSSIAN 5  /* mean and variance of the keys */
 #define HSR_SELECT_CLUSTER  6  /* centroids first, then the sketches of the best candidates */
-#define HSR_SELECT_HISTORY  7  /* pages that were attended most so far; not in this version */
+#define HSR_SELECT_HISTORY  7  /* the pages that were attended most so far, as many as the budget holds; prompts are dense */
 #define HSR_SELECT_RANDOM   8  /* for comparison */
 #define HSR_SELECT_ORACLE   9  /* exact scores, read from the pages themselves: for measuring, as slow as dense */
 
@@ -302,7 +302,9 @@ typedef struct hsr_profile {
     int32_t  slice_size;           /* 16, 32 or 64 tokens chosen together */
     int32_t  virtual_tokens;       /* nonzero: what is not attended counts with its estimated mass and mean value. Needs selector sketch or cluster;
                                       left out in layers where calibration found that it harms */
-    int32_t  forced_history;       /* pages of highest attention mass so far, kept beside the budget; 0..64, and in this version 0 */
+    int32_t  forced_history;       /* pages of 64 tokens of the highest attention mass so far that rows outside whole prompt runs attend
+                                      beside the budget, per layer and kv head; 0..64. The session then keeps the mass of its pages, from the
+                                      time it has such a profile on; a restored or rebuilt one starts over */
     int32_t  candidates;           /* cluster: tokens whose sketches are scored; 0: 4096 */
     int32_t  dense_below;          /* queries at positions below this attend densely */
     int32_t  prefill_dense_below;  /* prompt runs of 128 tokens below this position attend densely */

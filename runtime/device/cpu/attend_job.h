@@ -1,0 +1,105 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the loops over attended pages share: attend.c makes partials of groups, page_mass.c those of single pages. */
+#ifndef HSRI_CPU_ATTEND_JOB_H
+#define HSRI_CPU_ATTEND_JOB_H
+
+#include <stdbool.h>
+
+#include "base/array.h"
+#include "device/cpu/pages.h"
+
+#define GROUP_PAGES (HSRI_GROUP_TOKENS / HSRI_PAGE_TOKENS)
+
+/* Units of one layer and kv head, chosen for each pick. */
+typedef struct unit_lists {
+    const uint32_t *units, *counts, *pick_of;
+    uint32_t        stride;
+} unit_lists;
+
+typedef struct attend_job attend_job;
+
+/* The queries of a call. */
+typedef struct query_set {
+    const float *queries[HSRI_ATTEND_MAX_QUERIES];
+    const float *rotated[HSRI_ATTEND_MAX_QUERIES];
+    float       *partials[HSRI_ATTEND_MAX_QUERIES];
+    uint32_t     pos[HSRI_ATTEND_MAX_QUERIES];
+    uint32_t     n;
+} query_set;
+
+struct attend_job {
+    /* Rows [first, return value) up to `end` read the same tokens. */
+    uint32_t (*run_end)(const attend_job *job, uint32_t first, uint32_t end);
+    /* Partials of group g for rows that read the same as `row`. */
+    void (*group)(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch);
+    const hsri_cpu_device *dev;
+    const hsri_row     *rows;
+    const hsri_seq     *seqs;
+    const hsri_kv_view *kv;
+    const float        *queries, *rotated;
+    float              *part;
+    uint32_t            n_rows, layer, n_heads, g0, n_groups;
+    uint32_t            heads_per_kv, tile_rows, n_tiles;
+    float               scale;
+    int                 prompt_runs; /* of fixed groups */
+    unit_lists          lists;
+};
+
+static inline const hsri_seq *hsri_cpu_seq_of(const attend_job *job, uint32_t row) { return &job->seqs[job->rows[row].seq]; }
+static inline uint32_t hsri_cpu_page_of(const attend_job *job, uint32_t row) { return job->rows[row].pos / HSRI_PAGE_TOKENS; }
+
+/* Where a worker's scratch has room for the partials of a call, beside the kernels' own part. */
+static inline float *hsri_cpu_piece_scratch(float *scratch) { return scratch + HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH; }
+
+static inline bool hsri_cpu_reads_plain(const hsri_seq *seq, uint32_t page, uint32_t query_page)
+{
+    return hsri_kv_is_plain(seq->format) || page < seq->sink_pages || page + seq->window_pages > query_page;
+}
+
+/* The set with other places for its results. */
+static inline query_set hsri_cpu_with_partials(const query_set *set, float *partials, uint32_t head_dim)
+{
+    query_set other = *set;
+
+    for (uint32_t i = 0; i < set->n; i++)
+        other.partials[i] = partials + (uint64_t)i * (2 + head_dim);
+    return other;
+}
+
+static inline unit_lists hsri_cpu_lists_of(const hsri_cpu_device *dev, const hsri_kv_view *kv, uint32_t n_rows, hsri_ref pick_of,
+                                           const hsri_lists *lists)
+{
+    uint64_t n_lists = (uint64_t)lists->n_picks * kv->n_kv_heads;
+
+    return (unit_lists){ hsri_cpu_at(dev, lists->units, n_lists * lists->stride * sizeof(uint32_t)),
+                         hsri_cpu_at(dev, lists->counts, n_lists * sizeof(uint32_t)),
+                         hsri_cpu_at(dev, pick_of, n_rows * sizeof(uint32_t)), lists->stride };
+}
+
+/* Units of list group g, and how many there are. */
+static inline const uint32_t *hsri_cpu_list_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, uint32_t *n)
+{
+    uint64_t list = (uint64_t)job->lists.pick_of[row] * job->kv->n_kv_heads + kv_head;
+    uint64_t begin = (uint64_t)g * HSRI_LIST_GROUP_UNITS, count = job->lists.counts[list];
+
+    *n = begin < count ? (uint32_t)hsri_min(count - begin, HSRI_LIST_GROUP_UNITS) : 0;
+    return job->lists.units + list * job->lists.stride + begin;
+}
+
+/* ---- attend.c ---- */
+
+attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads,
+                               float scale, hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part);
+
+/* The queries of rows [row, row_end) of one sequence, heads [head, head_end); the set has no partials yet. */
+void hsri_cpu_fill_queries(const attend_job *job, uint32_t row, uint32_t row_end, uint32_t head, uint32_t head_end, query_set *set);
+
+/* Partials of at most a dense group of neighbouring pages, all plain or all in the sequence's format. */
+void hsri_cpu_attend_pages(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, bool plain, uint32_t page, uint32_t n_pages,
+                           const query_set *set, float *scratch);
+
+/* Partials of at most a list group of sealed units. */
+void hsri_cpu_attend_units(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint32_t *chosen, uint32_t n,
+                           const query_set *set, float *scratch);
+
+#endif
