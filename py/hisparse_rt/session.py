@@ -264,6 +264,15 @@ class Session:
         """Values of a layer: float32 [n, n_kv_heads, head_dim]."""
         return self._observe(lib.HSR_OBSERVE_VALUES, layer, first, n)
 
+    def masses(self, layer: int) -> npt.NDArray[np.float32]:
+        """Attention that each page of 64 tokens got so far, for profiles with forced_history or selector history: float32 [pages,
+        n_kv_heads], zeros without."""
+        info = self.model.info
+        out = np.empty((-(-self.stats().n_computed // 64), info.n_kv_heads), np.float32)
+        self._call(lib.hsr_session_observe, lib.HSR_OBSERVE_MASSES, integer("layer", layer, 0, _INT32_MAX), 0, len(out),
+                   ffi.cast("float *", ffi.from_buffer(out)), out.size)
+        return out
+
     def fill(self, n: int, seed: int = 0, progress: Callable[[int, int], object] | None = None) -> None:
         """Append n positions whose keys and values are sampled from those computed so far: for measuring long contexts. What the
         model says afterwards means nothing. `progress(done, n)` is called now and then."""

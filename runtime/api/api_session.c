@@ -4,6 +4,7 @@
 
 #include "api/options.h"
 #include "api/structs.h"
+#include "base/array.h"
 #include "engine/engine.h"
 #include "engine/persist.h"
 
@@ -162,16 +163,18 @@ hsr_status hsr_session_set_profile(hsr_session *s, int32_t profile, hsr_error *e
 static hsr_status check_observe(const hsr_session *s, int32_t what, int32_t layer, uint64_t first, uint64_t n, const float *out, uint64_t size, hsr_error *err)
 {
     const hsr_model_info *info = &s->engine->model->info;
-    const uint64_t width = (uint64_t)info->n_kv_heads * (uint64_t)info->head_dim;
-    if (what != HSR_OBSERVE_KEYS && what != HSR_OBSERVE_VALUES)
-        return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: what is %d, this library knows 1 and 2", what);
+    const bool masses = what == HSR_OBSERVE_MASSES;
+    const uint64_t width = (uint64_t)info->n_kv_heads * (masses ? 1 : (uint64_t)info->head_dim);
+    const uint64_t most = masses ? hsri_div_up(s->n_computed, HSRI_PAGE_TOKENS) : s->n_computed;
+    if (what < HSR_OBSERVE_KEYS || what > HSR_OBSERVE_MASSES)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: what is %d, this library knows 1 to 3", what);
     if (layer < 0 || layer >= info->n_layers)
         return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: layer is %d, the model has %d", layer, info->n_layers);
     if (hsri_session_has_work(s) || s->request.active)
         return hsri_fail(err, HSR_E_STATE, "hsr_session_observe: work is under way");
-    if (n > s->n_computed || first > s->n_computed - n)
-        return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: positions %llu to %llu, the session has computed %llu", (unsigned long long)first,
-                         (unsigned long long)(first + n), (unsigned long long)s->n_computed);
+    if (n > most || first > most - n)
+        return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: %s %llu to %llu, the session has computed %llu", masses ? "pages" : "positions",
+                         (unsigned long long)first, (unsigned long long)(first + n), (unsigned long long)most);
     if (n && (!out || size / width < n))
         return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: out holds %llu floats, %llu are needed", (unsigned long long)(out ? size : 0),
                          (unsigned long long)(n * width));
@@ -184,7 +187,8 @@ hsr_status hsr_session_observe(hsr_session *s, int32_t what, int32_t layer, uint
     hsri_engine_enter(s->engine);
     hsr_status st = check_observe(s, what, layer, first, n, out, size, err);
     if (st == HSR_OK)
-        st = hsri_session_observe(s, what, layer, first, n, out, err);
+        st = what == HSR_OBSERVE_MASSES ? hsri_masses_read(s, (uint32_t)layer, first, n, out, err)
+                                        : hsri_session_observe(s, what, layer, first, n, out, err);
     hsri_engine_leave(s->engine);
     return leave(s, st);
 }

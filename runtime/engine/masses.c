@@ -149,6 +149,28 @@ void hsri_masses_cut(hsr_session *s, uint64_t n)
     m->listed = false;
 }
 
+hsr_status hsri_masses_read(const hsr_session *s, uint32_t layer, uint64_t first, uint64_t n, float *out, hsr_error *err)
+{
+    hsr_engine *e = s->engine;
+    const hsri_masses *m = &s->masses;
+    const hsri_hparams *hp = &e->model->hp;
+    float run[HSRI_MASS_RUN];
+
+    for (uint64_t page = first, end; page < first + n; page = end) {
+        end = hsri_min(first + n, (page / HSRI_MASS_RUN + 1) * HSRI_MASS_RUN);
+        for (uint32_t head = 0; head < hp->n_kv_heads; head++) {
+            if (page < m->n_known) {
+                const uint64_t at = hsri_mass_at(hp->n_layers, hp->n_kv_heads, layer, head, (uint32_t)(page / HSRI_MASS_RUN * HSRI_MASS_RUN));
+                e->dev->copy_out(e->queue, run, (hsri_ref){ .buf = m->tables[m->current], .offset = at * sizeof *run }, sizeof run);
+                HSRI_TRY(e->dev->wait(e->queue, err));
+            }
+            for (uint64_t p = page; p < end; p++)
+                out[(p - first) * hp->n_kv_heads + head] = p < m->n_known ? run[p % HSRI_MASS_RUN] : 0.0f;
+        }
+    }
+    return HSR_OK;
+}
+
 /* ---- which rows vote, and where lists are made ----------------------------------------------------------------- */
 
 /* The append that holds pos; false: its token was sampled. */

@@ -59,6 +59,9 @@ void hsri_masses_enqueue(hsr_session *session);
 hsri_ref hsri_masses_list(const hsr_session *session);
 hsri_ref hsri_masses_table(const hsri_masses *m);
 
+/* Masses of a layer's pages [first, first + n), [n][n_kv_heads]. The queue must be idle. */
+hsr_status hsri_masses_read(const hsr_session *session, uint32_t layer, uint64_t first, uint64_t n, float *out, hsr_error *err);
+
 /* The step is done, and positions below n are computed. */
 void hsri_masses_commit(hsr_session *session, uint64_t n);
 

@@ -297,6 +297,8 @@ static void test_sparse_arguments(hsr_engine *e)
     INVALID(hsr_session_observe(s, HSR_OBSERVE_KEYS, 0, 4, 1, out, 8, &err));
     INVALID(hsr_session_observe(s, HSR_OBSERVE_KEYS, 0, 0, UINT64_MAX, out, 8, &err));
     INVALID(hsr_session_observe(s, HSR_OBSERVE_KEYS, 0, 0, 4, NULL, 8, &err));
+    INVALID(hsr_session_observe(s, HSR_OBSERVE_MASSES, 0, 1, 1, out, 8, &err));
+    INVALID(hsr_session_observe(s, HSR_OBSERVE_MASSES + 1, 0, 0, 1, out, 8, &err));
     hsr_capture c = { .struct_size = sizeof c, .layer_end = 1, .n = 4 };
     INVALID(hsr_session_capture(s, &c, &err));
     INVALID(hsr_session_capture(s, NULL, &err));

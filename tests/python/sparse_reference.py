@@ -31,8 +31,9 @@ class Rules:
     """Selector history: nothing else is selected."""
 
 
-def logits(folder, ids: list[int], appends: list[int], rules: Rules) -> np.ndarray:
-    """Logits [T, vocab]; `appends` are the lengths of the pieces in which the session was given the ids."""
+def logits(folder, ids: list[int], appends: list[int], rules: Rules, masses: list[list[np.ndarray]] | None = None) -> np.ndarray:
+    """Logits [T, vocab]; `appends` are the lengths of the pieces in which the session was given the ids. masses: receives those of each
+    layer and kv head in the end."""
     config, tensors = reference.load(folder)
     inv_freq, factor = reference.inverse_frequencies(config, len(ids))
     eps = config.get("rms_norm_eps", 1e-6)
@@ -40,8 +41,11 @@ def logits(folder, ids: list[int], appends: list[int], rules: Rules) -> np.ndarr
     runs = whole_runs(appends, rules)
     for i in range(config["num_hidden_layers"]):
         layer = f"model.layers.{i}."
+        histories: list[History] = []
         normed = reference._norm(x, tensors[layer + "input_layernorm.weight"], eps)
-        x = x + _attention(config, tensors, layer, normed, inv_freq, factor, runs, rules, appends)
+        x = x + _attention(config, tensors, layer, normed, inv_freq, factor, runs, rules, appends, histories)
+        if masses is not None:
+            masses.append([history.mass for history in histories])
         x = x + reference._mlp(tensors, layer + "mlp.", reference._norm(x, tensors[layer + "post_attention_layernorm.weight"], eps))
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     return reference._norm(x, tensors["model.norm.weight"], eps) @ head.T
@@ -58,7 +62,7 @@ def whole_runs(appends: list[int], rules: Rules) -> set[int]:
     return runs
 
 
-def _attention(config, tensors, layer, x, inv_freq, factor, runs, rules, appends) -> np.ndarray:
+def _attention(config, tensors, layer, x, inv_freq, factor, runs, rules, appends, histories) -> np.ndarray:
     n, d, heads = len(x), reference.head_dim(config), config["num_attention_heads"]
     names = [f"{layer}self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     q, k, v = (reference._linear(tensors, name, x).reshape(n, -1, d) for name in names[:3])
@@ -70,6 +74,7 @@ def _attention(config, tensors, layer, x, inv_freq, factor, runs, rules, appends
         scores = np.stack([q[:, h] @ k[:, g].T / math.sqrt(d) for h in group])
         visible = np.tril(np.ones((n, n), bool))
         history = History(appends, rules)
+        histories.append(history)
         for row in range(n):
             _restrict(visible, scores, row, runs, rules, history.forced(row))
             history.add(row, scores, visible)

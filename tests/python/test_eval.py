@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import hisparse_rt as hs
 import numpy as np
@@ -202,6 +203,17 @@ def test_curve(model):
                    tokens=6)
     points = {(point["selector"], point["budget"]): point for point in result["points"]}
     assert len(points) == 4 and points["oracle", 1 << 20]["kl_mean"] == 0 < points["random", 16]["kl_mean"]
+
+
+def test_curve_has_a_row_for_history(model):
+    """Whose prompt was heard: it is not what an empty history, the first pages, would give."""
+    base = Profile(window_size=64, virtual_tokens=False)
+    result = curve(model, {"text": TEXT}, base, selectors=["history"], budgets=[64, 1 << 20], contexts=[1200], tokens=6)
+    few, all_pages = result["points"]
+    assert few["selector"] == "history" and few["attended_tokens"] <= 3 * 64
+    assert all_pages["kl_mean"] == 0 < few["kl_mean"]
+    beside = curve(model, {"text": TEXT}, replace(base, forced_history=4), selectors=["minmax"], budgets=[64], contexts=[1200], tokens=6)
+    assert beside["points"][0]["attended_tokens"] > 6 * 64
 
 
 # ---- the command ------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -46,8 +46,12 @@ def index_of(model: Model, profile: Profile) -> str:
     return INDEX_OF.get(selector, "sketch" if model.calibrated else "minmax" if selector in ("mean", "classic") else "none")
 
 
+def keeps_history(profile: Profile) -> bool:
+    return profile.mode == "sparse" and (profile.forced_history > 0 or profile.selector == "history")
+
+
 class Prompts:
-    """Sessions that hold the dense prompt: one for each key-value format and index that profiles ask for, computed when needed.
+    """Sessions that hold the dense prompt: one for each key-value format, index and history that profiles ask for, computed when needed.
 
     profiles: those that will be asked for; dense attention, which needs no index, then shares the session of the first.
     """
@@ -63,9 +67,9 @@ class Prompts:
         """A session behind the prompt that goes on under `profile`."""
         own = profile.session_options()
         index = index_of(self.model, profile) if profile.mode == "sparse" else self._dense_index
-        key = (kv or self.model.kv, index, *sorted(own.items()))
+        key = (kv or self.model.kv, index, keeps_history(profile), *sorted(own.items()))
         if key not in self._sessions:
-            session = self.model.session(context=len(self.ids) + self.room, kv=key[0], index=key[1], profile=0,
+            session = self.model.session(context=len(self.ids) + self.room, kv=key[0], index=key[1], profile=self._dense(profile),
                                          beyond_trained=self.beyond, **own)
             session.append(self.ids)
             session.prefill()
@@ -76,6 +80,10 @@ class Prompts:
             yield fork
         finally:
             fork.close()
+
+    def _dense(self, profile: Profile) -> Profile | int:
+        """What computes the prompt densely and still keeps the history that `profile` reads."""
+        return replace(profile, dense_below=len(self.ids), prefill_budget=0) if keeps_history(profile) else 0
 
     def close(self) -> None:
         for session in self._sessions.values():

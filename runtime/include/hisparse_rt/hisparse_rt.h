@@ -541,9 +541,10 @@ HSR_API hsr_status hsr_session_get_stats(hsr_session *session, hsr_session_stats
 
 #define HSR_OBSERVE_KEYS   1 /* after rope, as attention reads them */
 #define HSR_OBSERVE_VALUES 2
+#define HSR_OBSERVE_MASSES 3 /* attention that pages of 64 tokens got so far, where a profile keeps it (forced_history); else 0 */
 
-/** Read the keys or values of one layer back from the pages, of positions [first, first + n).
- *  @param out  receives float[n][n_kv_heads][head_dim]
+/** Read the keys or values of one layer back from the pages, of positions [first, first + n); or masses, of pages [first, first + n).
+ *  @param out  receives float[n][n_kv_heads][head_dim]; of masses float[n][n_kv_heads]
  *  @param size floats that fit in out
  *  @return HSR_OK; HSR_E_INVALID, HSR_E_STATE (work under way), HSR_E_NOMEM, HSR_E_BUSY
  *  @since 0.1  @threads session  @blocks for at most one step  @alloc yes */
