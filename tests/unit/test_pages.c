@@ -318,13 +318,21 @@ static void rotate(const world *w, uint32_t head, const float *q, float *rotated
     }
 }
 
-static float *run(world *w, const call *c)
+/* A call's arguments on the device. */
+typedef struct inputs {
+    hsri_batch batch;
+    hsri_ref   queries, rotated, pick_of;
+    hsri_lists lists;
+    uint32_t   n_kept;         /* buffers from here on are the call's */
+} inputs;
+
+static inputs prepare(world *w, const call *c)
 {
-    uint32_t  d = w->s.d, n_kept = w->n_buffers;
-    uint64_t  n = (uint64_t)c->n_rows * N_HEADS, bytes = n * (c->g1 - c->g0) * (2 + d) * sizeof(float);
+    inputs    in = { .n_kept = w->n_buffers };
+    uint32_t  d = w->s.d;
+    uint64_t  n = (uint64_t)c->n_rows * N_HEADS;
     hsri_row *rows = calloc(c->n_rows, sizeof *rows);
-    float    *queries = malloc(n * d * sizeof *queries), *rotated = malloc(n * d * sizeof *rotated), *result;
-    hsri_ref  q, r, part = room(w, bytes);
+    float    *queries = malloc(n * d * sizeof *queries), *rotated = malloc(n * d * sizeof *rotated);
 
     for (uint32_t i = 0; i < c->n_rows; i++) {
         rows[i].pos = c->pos[i];
@@ -334,26 +342,41 @@ static float *run(world *w, const call *c)
             rotate(w, h, queries + (i * N_HEADS + h) * d, rotated + (i * N_HEADS + h) * d);
         }
     }
-    hsri_batch batch = { upload(w, rows, c->n_rows * sizeof *rows), w->seqs, c->n_rows, 1 };
-    q = upload(w, queries, n * d * sizeof *queries);
-    r = upload(w, rotated, n * d * sizeof *rotated);
-    if (c->op == DENSE) {
-        w->dev->ops.attend(w->q, &batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, c->g0, c->g1, part);
-    } else if (c->op == LIST) {
-        hsri_lists lists = { .units = upload(w, c->units, (uint64_t)c->n_picks * N_KV * c->stride * 4),
-                             .counts = upload(w, c->counts, (uint64_t)c->n_picks * N_KV * 4), .stride = c->stride, .n_picks = c->n_picks };
-        hsri_ref   picks = upload(w, c->pick_of, c->n_rows * 4);
-
-        w->dev->ops.attend_list(w->q, &batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, picks, &lists, c->g0, c->g1, part);
-    } else {
-        w->dev->ops.attend_fixed(w->q, &batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, c->g1, c->op == FIXED_RUNS, part);
+    in.batch = (hsri_batch){ upload(w, rows, c->n_rows * sizeof *rows), w->seqs, c->n_rows, 1 };
+    in.queries = upload(w, queries, n * d * sizeof *queries);
+    in.rotated = upload(w, rotated, n * d * sizeof *rotated);
+    if (c->op == LIST) {
+        in.lists = (hsri_lists){ .units = upload(w, c->units, (uint64_t)c->n_picks * N_KV * c->stride * 4),
+                                 .counts = upload(w, c->counts, (uint64_t)c->n_picks * N_KV * 4), .stride = c->stride, .n_picks = c->n_picks };
+        in.pick_of = upload(w, c->pick_of, c->n_rows * 4);
     }
-    result = download(w, part, bytes);
-    for (; w->n_buffers > n_kept; w->n_buffers--)
-        w->dev->free(w->dev, w->buffers[w->n_buffers - 1]);
     free(rows);
     free(queries);
     free(rotated);
+    return in;
+}
+
+static void drop(world *w, const inputs *in)
+{
+    for (; w->n_buffers > in->n_kept; w->n_buffers--)
+        w->dev->free(w->dev, w->buffers[w->n_buffers - 1]);
+}
+
+static float *run(world *w, const call *c)
+{
+    inputs   in = prepare(w, c);
+    uint64_t bytes = (uint64_t)c->n_rows * N_HEADS * (c->g1 - c->g0) * (2 + w->s.d) * sizeof(float);
+    hsri_ref q = in.queries, r = in.rotated, part = room(w, bytes);
+    float   *result;
+
+    if (c->op == DENSE)
+        w->dev->ops.attend(w->q, &in.batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, c->g0, c->g1, part);
+    else if (c->op == LIST)
+        w->dev->ops.attend_list(w->q, &in.batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, in.pick_of, &in.lists, c->g0, c->g1, part);
+    else
+        w->dev->ops.attend_fixed(w->q, &in.batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, c->g1, c->op == FIXED_RUNS, part);
+    result = download(w, part, bytes);
+    drop(w, &in);
     return result;
 }
 
@@ -416,6 +439,83 @@ static void check_result(const world *w, const call *c, const float *part, doubl
             return;
         }
     }
+}
+
+/* ---- parts of pages ---- */
+
+enum { EVERY = 13 };           /* rows listed: every so many */
+
+static uint32_t n_listed(const call *c) { return (c->n_rows + EVERY - 1) / EVERY; }
+
+/* { m, l } of every page that a listed row may read, [listed][heads][pages]; in as many waves as there are groups, if it is asked. Lists
+ * come on top of fixed groups. */
+static float *run_parts(world *w, const call *c, bool waves)
+{
+    inputs   in = prepare(w, c);
+    uint32_t n = n_listed(c), step = waves ? 1 : c->g1 - c->g0;
+    uint64_t bytes = 2ull * n * N_HEADS * w->n_pages * sizeof(float);
+    hsri_mass_row *rows = calloc(n, sizeof *rows);
+    float   *result, *poison = malloc(bytes);
+
+    for (uint32_t i = 0; i < n; i++)
+        rows[i].row = i * EVERY;
+    memset(poison, 0xA5, bytes);
+    hsri_page_parts what = { .of = c->op == DENSE ? HSRI_PARTS_DENSE : HSRI_PARTS_FIXED, .runs = c->op == FIXED_RUNS,
+                             .rows = upload(w, rows, n * sizeof *rows), .parts = upload(w, poison, bytes), .n_rows = n, .n_pages = w->n_pages };
+    if (c->op != DENSE)
+        w->dev->ops.page_parts(w->q, &in.batch, &w->kv, LAYER, N_HEADS, 0.25f, in.queries, in.rotated, &what);
+    what.of = c->op == DENSE ? HSRI_PARTS_DENSE : HSRI_PARTS_LISTS;
+    what.pick_of = in.pick_of;
+    what.lists = in.lists;
+    for (what.g0 = c->g0; what.g0 < c->g1 && (c->op == DENSE || c->op == LIST); what.g0 = what.g1) {
+        what.g1 = what.g0 + step;
+        w->dev->ops.page_parts(w->q, &in.batch, &w->kv, LAYER, N_HEADS, 0.25f, in.queries, in.rotated, &what);
+    }
+    result = download(w, what.parts, bytes);
+    drop(w, &in);
+    free(rows);
+    free(poison);
+    return result;
+}
+
+static bool is_fixed(const world *w, const call *c, uint32_t page, uint32_t pos)
+{
+    uint32_t q = pos / 64;
+
+    return page < w->s.sink || page + w->s.window > q || (c->op == FIXED_RUNS && q % 2 == 1 && q >= w->s.sink + w->s.window && page == q - w->s.window);
+}
+
+static void naive_page(const world *w, const call *c, uint32_t row, uint32_t head, uint32_t page, naive *n)
+{
+    uint32_t pos = c->pos[row];
+
+    *n = (naive){ .m = -INFINITY };
+    for (uint32_t t = page * 64; t < page * 64 + 64 && t <= pos && (c->op == DENSE || is_fixed(w, c, page, pos)); t++)
+        naive_see(w, n, pos, head, t, reads_sealed(&w->s, page, pos));
+    if (c->op != LIST)
+        return;
+    uint32_t list = c->pick_of[row] * N_KV + head / (N_HEADS / N_KV);
+    for (uint32_t i = c->g0 * 8; i < c->counts[list] && i < c->g1 * 8; i++)
+        for (uint32_t t = 0; t < 16 && c->units[list * c->stride + i] / 4 == page; t++)
+            naive_see(w, n, pos, head, c->units[list * c->stride + i] * 16 + t, !hsri_kv_is_plain(w->s.format));
+}
+
+static void check_parts(const world *w, const call *c, const float *parts, double tolerance)
+{
+    for (uint32_t i = 0; i < n_listed(c); i++)
+        for (uint32_t h = 0; h < N_HEADS; h += 3)
+            for (uint32_t page = 0; page <= c->pos[i * EVERY] / 64; page++) {
+                const float *got = parts + 2 * (((uint64_t)i * N_HEADS + h) * w->n_pages + page);
+                naive        n;
+
+                naive_page(w, c, i * EVERY, h, page, &n);
+                bool ok = n.l == 0 ? got[0] == -INFINITY && got[1] == 0 : fabs(got[0] + log(got[1]) - n.m - log(n.l)) <= tolerance;
+                if (CHECK(ok))
+                    continue;
+                fprintf(stderr, "  format %u, op %d, row at %u, head %u, page %u: m %g l %g, expected %g %g\n", w->s.format, c->op,
+                        c->pos[i * EVERY], h, page, (double)got[0], (double)got[1], n.m, n.l);
+                return;
+            }
 }
 
 static void check_equal(const float *a, const float *b, uint64_t n) { CHECK(memcmp(a, b, n * sizeof *a) == 0); }
@@ -489,7 +589,7 @@ static void test_shape(shape s, int32_t isa)
 {
     static const struct { int32_t n_threads; bool async; } variants[] = { { 1, false }, { 2, false }, { 3, true } };
     uint32_t pos[N_POS], pick_of[N_POS], units[N_LISTS * N_KV * STRIDE] = { 0 }, counts[N_LISTS * N_KV], n = positions(&s, pos);
-    float   *first[4] = { NULL };
+    float   *first[4] = { NULL }, *heard[4] = { NULL };
 
     for (uint32_t i = 0; i < n; i++)
         pick_of[i] = i < 6 ? i % N_LISTS : i * N_LISTS / n;
@@ -507,21 +607,28 @@ static void test_shape(shape s, int32_t isa)
         double tolerance = rounds && w.dev->isa == HSR_ISA_AMX ? 0.03 : 2e-4;
 
         for (uint32_t i = 0; i < 4; i++) {
-            float *part = run(&w, &calls[i]);
+            float   *part = run(&w, &calls[i]), *parts = run_parts(&w, &calls[i], v == 1);
+            uint64_t n_parts = 2ull * n_listed(&calls[i]) * N_HEADS * w.n_pages;
 
             if (v == 0) {
                 first[i] = part;
+                heard[i] = parts;
+                check_parts(&w, &calls[i], parts, tolerance);
                 check_result(&w, &calls[i], part, tolerance);
                 check_bits(&w, &calls[i], part);
                 continue;
             }
             check_equal(part, first[i], (uint64_t)n * N_HEADS * (calls[i].g1 - calls[i].g0) * (2 + s.d));
+            check_equal(parts, heard[i], n_parts);
             free(part);
+            free(parts);
         }
         world_close(&w);
     }
-    for (uint32_t i = 0; i < 4; i++)
+    for (uint32_t i = 0; i < 4; i++) {
         free(first[i]);
+        free(heard[i]);
+    }
 }
 
 int main(int argc, char **argv)
