@@ -199,6 +199,7 @@ static void make(life *l, const char *path, uint32_t flags)
 {
     hsr_engine_opts eo;
     hsr_session_opts so;
+    hsr_profile history;
 
     hsr_engine_opts_init(&eo, sizeof eo);
     hsr_session_opts_init(&so, sizeof so);
@@ -214,6 +215,10 @@ static void make(life *l, const char *path, uint32_t flags)
     TRY(hsr_model_open(path, &l->model, &l->err));
     TRY(hsr_engine_create(l->model, &eo, &l->engine, &l->err));
     TRY(hsr_session_create(l->engine, &so, &l->plain, &l->err));
+    hsr_profile_init(&history, sizeof history);
+    history.selector = HSR_SELECT_HISTORY;
+    history.budget = 16;
+    TRY(hsr_profile_register(l->engine, &history, &so.profile, &l->err));
     TRY(hsr_session_create(l->engine, &so, &l->rich, &l->err));
 }
 
