@@ -342,6 +342,18 @@ static void async_top_pages(hsri_queue *q, const hsri_kv_view *kv, const hsri_ma
     PUSH(q, run_top_pages, top_pages, *kv, *range, wants, out, stride);
 }
 
+static void run_set_aside(hsri_queue *q, const args *u)
+{
+    const select_args *a = &u->select;
+    q->dev->ops.set_aside(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->acc, a->sparse, a->picks, &a->lists);
+}
+
+static void async_set_aside(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                            hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, const hsri_lists *lists)
+{
+    PUSH(q, run_set_aside, select, *batch, *kv, *lists, queries, rotated, acc, sparse, picks, { 0 }, layer, n_heads, scale);
+}
+
 static void run_merge(hsri_queue *q, const args *u)
 {
     const merge_args *a = &u->merge;
@@ -595,7 +607,7 @@ static void fill_ops(hsri_ops *ops)
         .linear = async_linear, .add = async_add, .silu_mul = async_silu_mul, .rope_append = async_rope_append, .seal = async_seal, .cluster = async_cluster,
         .attend = async_attend, .attend_fixed = async_attend_fixed, .attend_list = async_attend_list,
         .page_parts = async_page_parts, .add_masses = async_add_masses, .top_pages = async_top_pages,
-        .rotate = async_rotate, .select = async_select, .merge = async_merge, .sample = async_sample, .check_finite = async_check_finite,
+        .rotate = async_rotate, .select = async_select, .set_aside = async_set_aside, .merge = async_merge, .sample = async_sample, .check_finite = async_check_finite,
         .norm_linear = async_norm_linear, .qkv_rope_append = async_qkv_rope_append, .gate_up_silu = async_gate_up_silu,
         .linear_add = async_linear_add,
     };

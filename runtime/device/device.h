@@ -188,6 +188,10 @@ typedef struct hsri_ops {
     void (*select)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
                    hsri_ref rotated, hsri_ref acc, hsri_ref sparse /* hsri_sparse[n_seqs] */, hsri_ref picks /* hsri_pick[] */, hsri_ref scratch,
                    const hsri_lists *lists);
+    /* After select, with the same arguments and acc: units that are marked HSRI_UNIT_AWAY, in lists of decode rows with virtual tokens,
+     * leave their lists; their estimated mass and mean values go into virtual_part, and their mass out of covered. */
+    void (*set_aside)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
+                      hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, const hsri_lists *lists);
     /* partials of list groups [g0, g1) of every row: part[(row * n_heads + head) * (g1 - g0) + g - g0]; `pick_of` = uint32[n_rows] */
     void (*attend_list)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
                         hsri_ref rotated, hsri_ref pick_of, const hsri_lists *lists, uint32_t g0, uint32_t g1, hsri_ref part);

@@ -30,6 +30,7 @@ typedef enum hsri_selector {
 } hsri_selector;
 
 #define HSRI_SPARSE_VIRTUAL 1u      /* unselected units count as virtual tokens (decode rows) */
+#define HSRI_SPARSE_ESTIMATE 2u     /* so do, with that, selected ones whose pages are not in memory */
 
 /* Settings of one sequence; device array parallel to the batch's seqs. */
 typedef struct hsri_sparse {
@@ -50,6 +51,9 @@ typedef struct hsri_sparse {
 typedef struct hsri_pick {
     uint32_t row, n_rows;
 } hsri_pick;
+
+/* In a list: the unit was selected, but is to count as if it had not been (`set_aside`). */
+#define HSRI_UNIT_AWAY (1u << 31)
 
 /* What `select` writes. Lists hold unit numbers (position / 16) in ascending order. */
 typedef struct hsri_lists {

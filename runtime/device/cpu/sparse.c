@@ -125,7 +125,7 @@ static void place_scratch(select_job *job, float *scratch, uint32_t n_votes, uin
                                n_votes);
 }
 
-static const uint8_t *entry_at(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page)
+const uint8_t *hsri_cpu_index_entry(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page)
 {
     const uint32_t *slabs = hsri_cpu_at(job->dev, seq->index, 0);
     uint64_t        row = (uint64_t)(page / seq->index_shape.per_slab) * job->kv->n_layers + job->layer;
@@ -139,7 +139,7 @@ static const uint8_t *entry_at(const select_job *job, const hsri_seq *seq, uint3
 static void find_entries(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t first, uint32_t n, const uint8_t **entries)
 {
     for (uint32_t i = 0; i < n && p->seq->index_shape.kind != HSRI_INDEX_NONE; i++)
-        entries[i] = entry_at(job, p->seq, kv_head, p->first_page + listed_page(job, p, kv_head, first + i));
+        entries[i] = hsri_cpu_index_entry(job, p->seq, kv_head, p->first_page + listed_page(job, p, kv_head, first + i));
 }
 
 /* ---- score ---- */
@@ -155,15 +155,6 @@ static hsri_score_fn score_of(const hsri_sparse_kernels *kernels, uint32_t selec
     default:                   return kernels->score_mean;
     }
 }
-
-/* A chunk of pages, as the scoring functions of this file pass it on. */
-typedef struct chunk {
-    const pick_state *pick;
-    uint32_t kv_head, index, first, n_pages;   /* first: among the listed pages */
-    const uint8_t *entries[HSRI_SCORE_PAGES];
-    hsri_calibration_record calibration;
-    float   *scratch;
-} chunk;
 
 /* Page by page: there is room for the numbers of one. */
 static void score_exactly(const select_job *job, const chunk *c, hsri_score_args a)
@@ -213,28 +204,37 @@ static float score_raised(const select_job *job, const chunk *c, hsri_score_args
     return raised;
 }
 
+void hsri_cpu_score_chunk(const select_job *job, const chunk *c, uint32_t row, uint32_t head, uint32_t n_heads, const chunk_masses *out)
+{
+    const pick_state *p = c->pick;
+    const uint64_t    at = ((uint64_t)row * job->n_heads + head) * job->kv->head_dim;
+    float             references[HSRI_ATTEND_MAX_QUERIES];
+    hsri_score_args   a = { .entries = c->entries, .n_pages = c->n_pages, .n_heads = n_heads, .shape = &p->seq->index_shape,
+                            .scale = job->scale, .queries = job->queries + at, .rotated = job->rotated ? job->rotated + at : NULL,
+                            .reference = references, .mean_k = p->seq->index_shape.kind == HSRI_INDEX_SKETCH ? c->calibration.mean_k : NULL,
+                            .mass = out->mass, .mass_stride = out->stride,
+                            .tokens = p->n_segments ? listed_tokens(job, p, c->kv_head) + c->first : NULL };
+
+    for (uint32_t h = 0; h < n_heads; h++)
+        references[h] = reference_of(job, row, head + h);
+    score_heads(job, c, &a);
+    for (uint32_t h = 0; h < n_heads; h++)
+        out->raised[h * out->step] = score_raised(job, c, a, h, &out->sums[h * out->step]);
+}
+
 static void score_vote(const select_job *job, const chunk *c, uint32_t vote)
 {
     const pick_state *p = c->pick;
-    uint32_t          row = row_of_vote(p, vote), d = job->kv->head_dim, head = c->kv_head * job->heads_per_kv;
-    uint64_t          at = ((uint64_t)row * job->n_heads + head) * d, mass = mass_at(job, p, vote, head) + c->first * HSRI_PAGE_UNITS;
-    uint64_t          chunks = chunk_at(job, p, vote, head) + c->index;
-    float             references[HSRI_ATTEND_MAX_QUERIES];
-    hsri_score_args   a = { .entries = c->entries, .n_pages = c->n_pages, .shape = &p->seq->index_shape, .scale = job->scale,
-                            .reference = references, .mean_k = p->seq->index_shape.kind == HSRI_INDEX_SKETCH ? c->calibration.mean_k : NULL,
-                            .mass_stride = job->max_units,
-                            .tokens = p->n_segments ? listed_tokens(job, p, c->kv_head) + c->first : NULL };
+    uint32_t          head = c->kv_head * job->heads_per_kv;
+    uint64_t          mass = mass_at(job, p, vote, head) + c->first * HSRI_PAGE_UNITS, chunks = chunk_at(job, p, vote, head) + c->index;
 
     for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
-        a.n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
-        a.queries = job->queries + at + (uint64_t)h0 * d;
-        a.rotated = job->rotated ? job->rotated + at + (uint64_t)h0 * d : NULL;
-        a.mass = job->mass + mass + h0 * job->max_units;
-        for (uint32_t h = 0; h < a.n_heads; h++)
-            references[h] = reference_of(job, row, head + h0 + h);
-        score_heads(job, c, &a);
-        for (uint32_t h = 0; h < a.n_heads; h++)
-            job->raised[chunks + (h0 + h) * job->max_chunks] = score_raised(job, c, a, h, &job->sums[chunks + (h0 + h) * job->max_chunks]);
+        uint64_t           at = chunks + h0 * job->max_chunks;
+        const chunk_masses out = { job->mass + mass + h0 * job->max_units, job->max_units, job->sums + at, job->raised + at,
+                                   job->max_chunks };
+
+        hsri_cpu_score_chunk(job, c, row_of_vote(p, vote), head + h0,
+                             (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0), &out);
     }
 }
 
@@ -700,26 +700,32 @@ static void run_batch(hsri_cpu_device *dev, select_job *job)
     hsri_cpu_run_items(dev, all_items(job, finish_items), weighing * job->heads_per_kv * job->kv->head_dim / 4, finish_run, job);
 }
 
+static select_job job_of(hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                         hsri_ref queries, hsri_ref rotated, hsri_ref acc, const hsri_lists *lists)
+{
+    const uint64_t n = (uint64_t)batch->n_rows * n_heads, n_lists = (uint64_t)lists->n_picks * kv->n_kv_heads;
+
+    return (select_job){
+        .dev = dev, .rows = hsri_cpu_at(dev, batch->rows, batch->n_rows * sizeof(hsri_row)), .kv = kv, .layer = layer,
+        .queries = hsri_cpu_floats(dev, queries, n * kv->head_dim), .rotated = hsri_cpu_floats(dev, rotated, n * kv->head_dim),
+        .acc = hsri_cpu_floats(dev, acc, n * (2 + kv->head_dim)),
+        .units = hsri_cpu_at(dev, lists->units, n_lists * lists->stride * sizeof(uint32_t)),
+        .counts = hsri_cpu_at(dev, lists->counts, n_lists * sizeof(uint32_t)),
+        .virtual_part = hsri_cpu_floats(dev, lists->virtual_part, n * (2 + kv->head_dim)),
+        .covered = hsri_cpu_floats(dev, lists->covered, n),
+        .n_heads = n_heads, .heads_per_kv = n_heads / kv->n_kv_heads, .stride = lists->stride, .scale = scale,
+    };
+}
+
 static void cpu_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                        hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, hsri_ref scratch,
                        const hsri_lists *lists)
 {
     hsri_cpu_device   *dev = (hsri_cpu_device *)q->dev;
-    uint64_t           n = (uint64_t)batch->n_rows * n_heads;
     const hsri_seq    *seqs = hsri_cpu_at(dev, batch->seqs, batch->n_seqs * sizeof *seqs);
     const hsri_sparse *settings = hsri_cpu_at(dev, sparse, batch->n_seqs * sizeof *settings);
     const hsri_pick   *all = hsri_cpu_at(dev, picks, lists->n_picks * sizeof *all);
-    select_job         job = { .dev = dev, .rows = hsri_cpu_at(dev, batch->rows, batch->n_rows * sizeof(hsri_row)), .kv = kv,
-                               .layer = layer,
-                               .queries = hsri_cpu_floats(dev, queries, n * kv->head_dim),
-                               .rotated = hsri_cpu_floats(dev, rotated, n * kv->head_dim), .acc = hsri_cpu_floats(dev, acc,
-                                                                                                                  n * (2 + kv->head_dim)),
-                               .units = hsri_cpu_at(dev, lists->units,
-                                                    (uint64_t)lists->n_picks * kv->n_kv_heads * lists->stride * sizeof(uint32_t)),
-                               .counts = hsri_cpu_at(dev, lists->counts, (uint64_t)lists->n_picks * kv->n_kv_heads * sizeof(uint32_t)),
-                               .virtual_part = hsri_cpu_floats(dev, lists->virtual_part, n * (2 + kv->head_dim)),
-                               .covered = hsri_cpu_floats(dev, lists->covered, n),
-                               .n_heads = n_heads, .heads_per_kv = n_heads / kv->n_kv_heads, .stride = lists->stride, .scale = scale };
+    select_job         job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, acc, lists);
 
     for (uint32_t i = 0; i < lists->n_picks;) {
         uint32_t n_votes = 0, max_pages = 0;
@@ -743,8 +749,30 @@ static void cpu_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
     }
 }
 
+static void cpu_set_aside(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                          hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, const hsri_lists *lists)
+{
+    hsri_cpu_device   *dev = (hsri_cpu_device *)q->dev;
+    const hsri_seq    *seqs = hsri_cpu_at(dev, batch->seqs, batch->n_seqs * sizeof *seqs);
+    const hsri_sparse *settings = hsri_cpu_at(dev, sparse, batch->n_seqs * sizeof *settings);
+    const hsri_pick   *all = hsri_cpu_at(dev, picks, lists->n_picks * sizeof *all);
+    select_job         job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, acc, lists);
+
+    for (uint32_t i = 0; i < lists->n_picks;) {
+        for (job.n_picks = 0; i < lists->n_picks && job.n_picks < BATCH_VOTES; i++) {
+            pick_state p = describe_pick(&job, seqs, settings, all, i);
+
+            p.n_segments = 0;       /* scores are those of whole units, whatever clusters said of their tokens */
+            if (p.virtual_tokens)
+                job.picks[job.n_picks++] = p;
+        }
+        hsri_cpu_set_aside(dev, &job);
+    }
+}
+
 void hsri_cpu_sparse_fill(hsri_ops *ops)
 {
     ops->rotate = cpu_rotate;
     ops->select = cpu_select;
+    ops->set_aside = cpu_set_aside;
 }

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the loops of `select` share: sparse.c has those over pages, sparse_cluster.c those over clusters. */
+/* What the loops of `select` share: sparse.c has those over pages, sparse_cluster.c those over clusters; and sparse_aside.c, which takes
+ * back some of what was selected. */
 #ifndef HSRI_CPU_SPARSE_JOB_H
 #define HSRI_CPU_SPARSE_JOB_H
 
@@ -153,6 +154,36 @@ static inline measure measure_chunks(const float *mass, const float *sums, const
         m.all += (double)(m.sums[i] * chunk_factor(&m, i));
     return m;
 }
+
+/* ---- sparse.c ---- */
+
+/* A chunk of pages. */
+typedef struct chunk {
+    const pick_state *pick;
+    uint32_t kv_head, index, first, n_pages;   /* first: among the listed pages */
+    const uint8_t *entries[HSRI_SCORE_PAGES];
+    hsri_calibration_record calibration;
+    float   *scratch;
+} chunk;
+
+/* Of several heads: the masses of the chunk's units, in rows of `stride` floats; their sums, and by how much each head's reference was
+ * raised, `step` floats apart. */
+typedef struct chunk_masses {
+    float   *mass;
+    uint64_t stride;
+    float   *sums, *raised;
+    uint64_t step;
+} chunk_masses;
+
+/* Score a chunk for n_heads <= HSRI_ATTEND_MAX_QUERIES heads of its kv head, from `head` on. */
+void hsri_cpu_score_chunk(const select_job *job, const chunk *c, uint32_t row, uint32_t head, uint32_t n_heads, const chunk_masses *out);
+
+const uint8_t *hsri_cpu_index_entry(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page);
+
+/* ---- sparse_aside.c ---- */
+
+/* Marked units leave the lists of the job's picks, each of one row with virtual tokens, and become some. No scratch is needed. */
+void hsri_cpu_set_aside(hsri_cpu_device *dev, const select_job *job);
 
 /* ---- sparse_cluster.c ---- */
 
