@@ -129,6 +129,22 @@ static hsri_lists lists_of(const part *p)
     };
 }
 
+/* Units that are not waited for, if the settings say so, become virtual tokens. */
+static bool put_off(const part *p, hsri_ref sparse, hsri_ref picks, const hsri_lists *lists)
+{
+    const hsri_forward *f = p->f;
+    const hsri_residency *r = f->residency;
+    bool any = false;
+
+    if (!r || p->span->prefill)
+        return true;
+    *f->status = r->put_off(r->self, p->layer, lists, &any, f->err);
+    if (any)
+        f->dev->ops.set_aside(f->queue, &p->batch, f->kv, p->layer, f->hp->n_heads, f->hp->attention_scale, p->queries, p->rotated,
+                              p->acc, sparse, picks, lists);
+    return *f->status >= 0;
+}
+
 static bool attend_lists(const part *p, const hsri_lists *lists)
 {
     const hsri_forward *f = p->f;
@@ -180,12 +196,13 @@ static void attend_sparse(const part *p)
     const hsri_span *span = p->span;
     const hsri_lists lists = lists_of(p);
     const hsri_ref sparse = hsri_at(f->sparse[span->prefill], (uint64_t)p->layer * f->batch.n_seqs * sizeof(hsri_sparse));
+    const hsri_ref picks = hsri_at(f->picks, span->first_pick * sizeof(hsri_pick));
 
     if (!attend_fixed(p))
         return;
-    op->select(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, p->acc, sparse,
-               hsri_at(f->picks, span->first_pick * sizeof(hsri_pick)), f->room->scratch, &lists);
-    if (!attend_lists(p, &lists))
+    op->select(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, p->acc, sparse, picks,
+               f->room->scratch, &lists);
+    if (!put_off(p, sparse, picks, &lists) || !attend_lists(p, &lists))
         return;
     merge(p, lists.virtual_part, 1, false, true);
     remember(p);

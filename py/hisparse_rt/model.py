@@ -121,6 +121,8 @@ class EngineStats:
     cold_max_moves: int
     cold_errors: int
     mover_cpu_ns: int
+    cold_estimated: int
+    """Pages that were not waited for (`Profile.late`), each time."""
 
 
 class _Native:

@@ -19,6 +19,7 @@ SELECTORS = {
     "history": lib.HSR_SELECT_HISTORY, "random": lib.HSR_SELECT_RANDOM, "oracle": lib.HSR_SELECT_ORACLE,
 }
 MODES = ("dense", "sparse")
+LATE = {"wait": lib.HSR_LATE_WAIT, "estimate": lib.HSR_LATE_ESTIMATE}
 _PAGE = 64
 _SLICES = (16, 32, 64)
 _MOST = 1_000_000_000
@@ -50,6 +51,9 @@ class Profile:
     """The rule that chooses; auto is sketch for a calibrated model, else minmax."""
     virtual_tokens: bool = True
     """What is not read counts with its estimated weight and its mean value (selectors sketch and cluster)."""
+    late: str = "wait"
+    """What decoding does about a chosen page that is still in cold storage: wait for it; or estimate, which goes on with its virtual
+    tokens and reads the page for later, so that results depend on what was in memory. Only where virtual tokens are in use."""
     forced_history: int = 0
     """Pages of 64 tokens of the highest attention so far that are read beside the budget, 0 to 64; prompt runs do without."""
     candidates: int = 0
@@ -82,6 +86,7 @@ class Profile:
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES)
         _one_of("selector", self.selector, SELECTORS)
+        _one_of("late", self.late, LATE)
         for name, (low, high) in _RANGES.items():
             value = getattr(self, name)
             if value is not None or name not in _SESSION:
@@ -112,7 +117,7 @@ class Profile:
         copied = {name: getattr(self, name) for name in _RANGES if name not in _SESSION}
         return copied | {
             "sparse": self.mode == "sparse", "selector": SELECTORS[self.selector], "sparse_ratio": self.sparse_ratio,
-            "slice_size": self.slice_size, "virtual_tokens": self.virtual_tokens, "block_size_fine": self.block_size_fine,
+            "slice_size": self.slice_size, "virtual_tokens": self.virtual_tokens, "block_size_fine": self.block_size_fine, "late": LATE[self.late],
             "dense_layers": list(self.dense_layers), "layer_budgets": [own.get(layer, 0) for layer in range(n_layers)] if own else [],
         }
 

@@ -66,6 +66,8 @@ class SessionStats:
     covered_mean: float
     attended_tokens: float
     """Tokens that the last such row attended, mean over layers and kv heads."""
+    estimated_pages: int
+    """Pages of one layer and kv head that such rows did not wait for (`Profile.late`), each time."""
 
 
 class Session:

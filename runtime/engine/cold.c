@@ -80,7 +80,10 @@ const hsri_residency *hsri_cold_begin(hsr_engine *e)
         for (uint32_t j = span->first_pick; j < span->first_pick + span->n_picks; j++)
             e->pick_parts[j] = t->rows[span->row + e->spans.picks[j].row].seq;
     }
-    const hsri_holder_step step = { e->step_caches, t->rows, e->spans.n_picks ? e->pick_parts : NULL, t->n_parts, t->n_rows };
+    const bool sparse = e->spans.n_picks > 0;
+    const hsri_holder_step step = {
+        e->step_caches, t->rows, sparse ? e->pick_parts : NULL, sparse ? e->spans.settings : NULL, t->n_parts, t->n_rows,
+    };
     return hsri_holder_begin(e->holder, &step);
 }
 
@@ -124,6 +127,7 @@ void hsri_cold_publish(hsr_engine *e)
     out->cold_hits = t.hits;
     out->cold_misses = t.misses;
     out->cold_late = t.late;
+    out->cold_estimated = t.estimated;
     out->cold_waits = t.waits;
     out->cold_wait_ns = t.wait_ns;
     out->cold_wait_ns_p99 = t.wait_ns_p99;

@@ -256,6 +256,7 @@ static void publish_session(hsr_session *s, const hsri_cache_stats *c)
         .index_kind = s->index_shape.clusters ? HSR_INDEX_CLUSTER : HSR_INDEX_NONE + (int32_t)s->index_shape.kind, .profile = s->profile_id, .index_bytes = c->index_bytes,
         .sparse_rows = s->sparse_rows, .covered = s->sparse_rows ? s->covered : NAN,
         .covered_mean = s->sparse_rows ? s->covered_sum / (double)s->sparse_rows : NAN, .attended_tokens = s->attended,
+        .estimated_pages = c->n_estimated,
     };
 }
 

@@ -167,6 +167,13 @@ static void add_rows(hsr_engine *e, hsr_session *s, const row_mode *m, uint32_t 
     span->n_rows += m->n_rows;
 }
 
+/* A token by itself: sampled, or the only one of its append. Rows of a prompt always wait for their pages. */
+static bool alone(const hsri_part *part)
+{
+    const hsr_session *s = part->session;
+    return part->n_rows == 1 && (s->n_appended == 0 || s->appended[0] - s->appended_first == 1);
+}
+
 /* Settings of every part in every layer, of decode rows and of prompt runs. */
 static void fill_settings(hsr_engine *e)
 {
@@ -176,7 +183,8 @@ static void fill_settings(hsr_engine *e)
     for (int prefill = 0; prefill < 2; prefill++)
         for (uint32_t layer = 0; layer < n_layers; layer++)
             for (uint32_t i = 0; i < n_parts; i++) {
-                const hsr_session *s = e->step.parts[i].session;
+                const hsri_part *part = &e->step.parts[i];
+                const hsr_session *s = part->session;
                 const hsri_profile *p = s->profile;
                 hsri_sparse *to = &e->spans.settings[(prefill * n_layers + layer) * n_parts + i];
                 *to = (hsri_sparse){ 0 };
@@ -186,6 +194,8 @@ static void fill_settings(hsr_engine *e)
                     to->n_forced = s->masses.stride;
                     to->forced = hsri_masses_list(s);
                 }
+                if (!alone(part))
+                    to->flags &= ~HSRI_SPARSE_ESTIMATE;
             }
 }
 

@@ -445,6 +445,20 @@ void hsri_body_unpin(hsri_tiers *t, uint32_t body)
     t->bodies[body].pins--;
 }
 
+hsr_status hsri_body_want(hsri_tiers *t, uint32_t body, hsr_error *err)
+{
+    hsri_body *b = &t->bodies[body];
+    if (b->state == HSRI_PAGE_LOST)
+        return lost(t, err);
+    if (hsri_body_in_memory(b))
+        return HSR_OK;
+    hsri_importance_seen(&b->row, (uint32_t)b->family->n_tokens);   /* when it has arrived, it is not the first to leave */
+    t->stats.estimated++;
+    if (b->state == HSRI_PAGE_HOME && begin_read(t, body, HSRI_MOVE_PREFETCH, false, NULL) == HSR_OK)
+        note_pin(t, b, HSRI_MOVE_PREFETCH, false);
+    return HSR_AGAIN;
+}
+
 static void note_wait(hsri_tiers *t, uint64_t ns)
 {
     uint32_t bucket = 0;

@@ -508,7 +508,8 @@ static void add_store(const hsri_store *store, hsri_cache_stats *stats, hsri_sto
 
 void hsri_cache_get_stats(const hsri_cache *cache, hsri_cache_stats *stats)
 {
-    *stats = (hsri_cache_stats){ .pages_open = cache->n_in_state[HSRI_PAGE_OPEN], .pages_full = cache->n_in_state[HSRI_PAGE_FULL] };
+    *stats = (hsri_cache_stats){ .pages_open = cache->n_in_state[HSRI_PAGE_OPEN], .pages_full = cache->n_in_state[HSRI_PAGE_FULL],
+                                .n_estimated = cache->n_estimated };
     for (int state = HSRI_PAGE_HOT; state < HSRI_N_PAGE_STATES; state++)
         stats->pages_sealed += cache->n_in_state[state];
     for (int kind = 0; kind < HSRI_N_STORES; kind++)

@@ -89,6 +89,7 @@ typedef struct hsri_cache_stats {
     uint64_t index_bytes;   /* of the slabs and cluster records used */
     uint64_t pages_open, pages_full, pages_sealed; /* of (page, layer, head); their sum is all pages */
     uint64_t pages_plain, pages_encoded;           /* copies that exist in either form; a page may have both */
+    uint64_t n_estimated;   /* pages that attention did not wait for, each time */
     hsri_store_stats stores[HSRI_N_STORES];
 } hsri_cache_stats;
 

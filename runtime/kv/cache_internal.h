@@ -70,6 +70,7 @@ struct hsri_cache {
     uint32_t            *bodies;        /* as rows of the encoded store */
     size_t               bodies_cap;
     uint64_t             bodies_promised;
+    uint64_t             n_estimated;   /* pages that attention did not wait for, each time */
 
     hsri_progress        encoded;       /* pages [sink_pages, queued) have their encoded form and index entry */
     uint64_t             sealed;        /* pages [sink_pages, sealed) are immutable, in a sealed state */

@@ -2,6 +2,7 @@
 #include "kv/holder.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "kv/cache_internal.h"
 
@@ -32,7 +33,8 @@ struct hsri_holder {
     pins             held;          /* of this wave */
     pins             ahead;         /* of waves to come */
     uint32_t        *units, *counts;/* of the lists of this layer and span */
-    size_t           units_cap, counts_cap;
+    uint32_t        *marked;        /* these lists, with marks */
+    size_t           units_cap, counts_cap, marked_cap, n_marked;
     uint32_t         failed;
 };
 
@@ -303,6 +305,92 @@ static hsr_status hold_lists(void *self, uint32_t layer, const hsri_lists *lists
     return HSR_OK;
 }
 
+/* ---- what is not waited for ---- */
+
+static bool estimates(const hsri_holder *h, uint32_t layer, uint32_t seq)
+{
+    return h->step.settings && h->step.settings[(uint64_t)layer * h->step.n_seqs + seq].flags & HSRI_SPARSE_ESTIMATE;
+}
+
+/* Pin what is in memory, so that nothing of it leaves for what is not. */
+static hsr_status pin_present(hsri_holder *h, uint32_t layer, uint32_t seq, uint32_t head, uint32_t *units, uint32_t n, hsr_error *err)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t page = units[i] / HSRI_PAGE_UNITS;
+        if ((i == 0 || units[i - 1] / HSRI_PAGE_UNITS != page) && pin(h, NULL, seq, page, layer, head, false, NULL) == HSR_OK)
+            HSRI_TRY(pin(h, &h->ahead, seq, page, layer, head, false, err));
+    }
+    return HSR_OK;
+}
+
+static hsr_status mark_absent(hsri_holder *h, uint32_t layer, uint32_t seq, uint32_t head, uint32_t *units, uint32_t n, hsr_error *err)
+{
+    hsri_cache *cache = h->step.caches[seq];
+    hsr_status status = HSR_OK;
+    for (uint32_t i = 0, last = UINT32_MAX; i < n; i++) {
+        uint32_t page = units[i] / HSRI_PAGE_UNITS, body = hsri_cache_body(cache, page, layer, head);
+        if (page != last)
+            status = body == HSRI_NO_BODY ? HSR_OK : hsri_body_want(h->tiers, body, err);
+        cache->n_estimated += page != last && status == HSR_AGAIN;
+        last = page;
+        if (status < 0) {
+            h->failed = seq;
+            return status;
+        }
+        h->n_marked += status == HSR_AGAIN;
+        units[i] |= status == HSR_AGAIN ? HSRI_UNIT_AWAY : 0;
+    }
+    return HSR_OK;
+}
+
+typedef hsr_status (*list_fn)(hsri_holder *h, uint32_t layer, uint32_t seq, uint32_t head, uint32_t *units, uint32_t n, hsr_error *err);
+
+/* Of all lists that are not to be waited for. */
+static hsr_status each_list(hsri_holder *h, uint32_t layer, const hsri_lists *lists, list_fn fn, hsr_error *err)
+{
+    uint32_t n_heads = h->step.caches[0]->shape->n_kv_heads;
+    for (uint32_t i = 0; i < lists->n_picks * n_heads; i++) {
+        uint32_t seq = h->step.pick_seqs[h->first_pick + i / n_heads];
+        if (estimates(h, layer, seq))
+            HSRI_TRY(fn(h, layer, seq, i % n_heads, h->units + (size_t)i * lists->stride, h->counts[i], err));
+    }
+    return HSR_OK;
+}
+
+static bool any_estimates(const hsri_holder *h, uint32_t layer, uint32_t n_picks)
+{
+    for (uint32_t i = 0; i < n_picks; i++)
+        if (estimates(h, layer, h->step.pick_seqs[h->first_pick + i]))
+            return true;
+    return false;
+}
+
+/* The marked lists go to the device from memory of their own: hold_lists reads them back into the other. */
+static hsr_status send_marked(hsri_holder *h, const hsri_lists *lists, hsr_error *err)
+{
+    size_t n = (size_t)lists->n_picks * h->step.caches[0]->shape->n_kv_heads * lists->stride;
+    if (!hsri_grow((void **)&h->marked, &h->marked_cap, n, sizeof *h->marked))
+        return hsri_fail(err, HSR_E_NOMEM, "out of memory for the lists of %u selections", lists->n_picks);
+    memcpy(h->marked, h->units, n * sizeof *h->marked);
+    h->dev->copy_in(h->queue, lists->units, h->marked, n * sizeof *h->marked);
+    return HSR_OK;
+}
+
+static hsr_status put_off(void *self, uint32_t layer, const hsri_lists *lists, bool *any, hsr_error *err)
+{
+    hsri_holder *h = self;
+    *any = false;
+    if (!any_estimates(h, layer, lists->n_picks))
+        return HSR_OK;
+    HSRI_TRY(be_quiet(h, err));
+    HSRI_TRY(read_lists(h, lists, err));
+    h->n_marked = 0;
+    HSRI_TRY(each_list(h, layer, lists, pin_present, err));
+    HSRI_TRY(each_list(h, layer, lists, mark_absent, err));
+    *any = h->n_marked > 0;
+    return *any ? send_marked(h, lists, err) : HSR_OK;
+}
+
 /* ---- spans and waves ---- */
 
 static void set_span(void *self, uint32_t first_row, uint32_t n_rows, uint32_t first_pick)
@@ -355,7 +443,9 @@ hsr_status hsri_holder_create(hsri_device *dev, hsri_queue *q, hsri_tiers *tiers
     h->tiers = tiers;
     h->depth = depth;
     h->failed = HSRI_NO_SEQ;
-    h->iface = (hsri_residency){ .self = h, .span = set_span, .hold_dense = hold_dense, .hold_lists = hold_lists, .release = release };
+    h->iface = (hsri_residency){
+        .self = h, .span = set_span, .hold_dense = hold_dense, .hold_lists = hold_lists, .put_off = put_off, .release = release,
+    };
     return HSR_OK;
 }
 
@@ -370,5 +460,6 @@ void hsri_holder_destroy(hsri_holder *h)
     free(h->ahead.places);
     free(h->units);
     free(h->counts);
+    free(h->marked);
     free(h);
 }

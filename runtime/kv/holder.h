@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Holds the pages of a step's sequences for the waves of its forward pass (residency.h): pins them, waits for those that are on
- * their way, corrects the tables on the device, and reads ahead what the next waves will ask for. */
+ * their way or has them estimated, corrects the tables on the device, and reads ahead what the next waves will ask for. */
 #ifndef HSRI_HOLDER_H
 #define HSRI_HOLDER_H
 
@@ -16,6 +16,7 @@ typedef struct hsri_holder_step {
     hsri_cache *const *caches;      /* of each sequence, prepared */
     const hsri_row    *rows;
     const uint32_t    *pick_seqs;   /* sequence of each pick; NULL if nothing is sparse */
+    const hsri_sparse *settings;    /* of decode rows, [n_layers][n_seqs]; likewise */
     uint32_t           n_seqs, n_rows;
 } hsri_holder_step;
 

@@ -42,6 +42,7 @@ typedef struct hsri_tiers_stats {
     uint64_t homes_used, homes_promised, home_extents, home_extents_total;
     uint64_t hits, misses;              /* pages that were held: there, or not */
     uint64_t late, waits, wait_ns, wait_ns_p99;     /* pages that were still on their way; holds that waited */
+    uint64_t estimated;                 /* pages that were asked for and not waited for */
     uint64_t prefetched, prefetch_hits, prefetch_wasted;
     uint64_t read_bytes, written_bytes, reads, writes;
     uint64_t evictions, max_moves;      /* of one page */
@@ -119,6 +120,10 @@ void hsri_tiers_drain(hsri_tiers *tiers);
  * and `wait` is false. HSR_E_IO, HSR_E_FORMAT: it is lost. */
 hsr_status hsri_body_pin(hsri_tiers *tiers, uint32_t body, hsri_move_priority priority, bool wait, hsr_error *err);
 void hsri_body_unpin(hsri_tiers *tiers, uint32_t body);
+
+/* Wanted, but not waited for: HSR_AGAIN if it is not in memory. It is being read then, as soon as that takes no waiting either.
+ * HSR_E_IO, HSR_E_FORMAT: it is lost. */
+hsr_status hsri_body_want(hsri_tiers *tiers, uint32_t body, hsr_error *err);
 
 /* Wait until the pinned bodies are readable. On failure *lost is the index of one that is not. */
 hsr_status hsri_bodies_await(hsri_tiers *tiers, const uint32_t *bodies, size_t n, size_t *lost, hsr_error *err);

@@ -58,6 +58,7 @@ static hsr_status check(const hsr_profile *p, uint32_t n_layers, bool calibrated
     HSRI_TRY(hsri_in_range("dense_below", p->dense_below, 0, INT32_MAX, err));
     HSRI_TRY(hsri_in_range("prefill_dense_below", p->prefill_dense_below, 0, INT32_MAX, err));
     HSRI_TRY(hsri_in_range("prefill_budget", p->prefill_budget, 0, MAX_TOKENS, err));
+    HSRI_TRY(hsri_in_range("late", p->late, HSR_LATE_WAIT, HSR_LATE_ESTIMATE, err));
     HSRI_TRY(check_classic(p, err));
     return check_layers(p, n_layers, err);
 }
@@ -80,6 +81,7 @@ static void fill(const hsr_profile *in, uint32_t n_layers, bool calibrated, hsri
     p->selector = selector_of(in, calibrated);
     /* Only the sketch's estimates are good enough to weigh what is not attended. */
     p->virtual_tokens = in->virtual_tokens && (p->selector == HSRI_SELECT_SKETCH || p->selector == HSRI_SELECT_CLUSTER);
+    p->estimate = p->virtual_tokens && in->late == HSR_LATE_ESTIMATE;
     p->ratio = in->sparse_ratio;
     p->slice_units = (uint32_t)in->slice_size / HSRI_UNIT_TOKENS;
     /* What prompt runs attend must not depend on how steps cut the prompt, and a history grows with every step. */
@@ -174,8 +176,9 @@ uint32_t hsri_profile_selects(const hsri_profile *p, uint32_t layer, bool prefil
 
 void hsri_profile_fill(const hsri_profile *p, uint32_t layer, bool prefill, bool virtual_helps, hsri_sparse *out)
 {
+    const uint32_t flags = HSRI_SPARSE_VIRTUAL | (p->estimate ? HSRI_SPARSE_ESTIMATE : 0);
     *out = (hsri_sparse){
-        .selector = p->selector, .flags = p->virtual_tokens && virtual_helps && !prefill ? HSRI_SPARSE_VIRTUAL : 0,
+        .selector = p->selector, .flags = p->virtual_tokens && virtual_helps && !prefill ? flags : 0,
         .budget_units = prefill ? p->prefill_units : p->layer_units[layer], .ratio = prefill ? 0 : p->ratio, .slice_units = p->slice_units,
         .candidates = p->candidates, .coarse_pages = p->coarse_pages, .fine_units = p->fine_units, .top_coarse = p->top_coarse,
         .top_fine = p->top_fine, .seed = p->seed,

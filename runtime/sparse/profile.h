@@ -12,6 +12,7 @@ typedef struct hsri_profile {
     bool           sparse;
     hsri_selector  selector;
     bool           virtual_tokens;
+    bool           estimate;         /* pages that are late become virtual tokens, too */
     float          ratio;
     uint32_t       slice_units;
     uint32_t       prefill_units;    /* budget of a prompt run; 0: prompts are dense */

@@ -29,7 +29,7 @@ def test_every_setting_of_a_file_arrives(tmp_path):
         "mode": "sparse", "window_size": 256, "sink_size": 128, "budget": 2048, "sparse_ratio": 0.25, "slice_size": 32,
         "selector": "minmax", "virtual_tokens": False, "forced_history": 3, "candidates": 8192, "dense_layers": [5, 1, 1], "dense_below": 100,
         "prefill_dense_below": 2000, "prefill_budget": 512, "layers": {"0": {"mode": "dense"}, "3": {"budget": 64}},
-        "block_size_coarse": 512, "block_size_fine": 32, "top_k_coarse": 7, "top_k_fine": 9, "seed": 4,
+        "block_size_coarse": 512, "block_size_fine": 32, "top_k_coarse": 7, "top_k_fine": 9, "seed": 4, "late": "estimate",
     }  # fmt: skip
     profile = read_profile(file(tmp_path, settings))
     for name, value in settings.items():
@@ -39,6 +39,7 @@ def test_every_setting_of_a_file_arrives(tmp_path):
     native = profile.native_fields(8)
     assert native["dense_layers"] == [0, 1, 5] and native["layer_budgets"] == [0, 0, 0, 64, 0, 0, 0, 0]
     assert native["selector"] == SELECTORS["minmax"] and native["sparse"] is True and native["virtual_tokens"] is False
+    assert native["late"] == 1 and Profile().native_fields(8)["late"] == 0
     assert "window_size" not in native and profile.session_options() == {"window_size": 256, "sink_size": 128}
 
 
@@ -74,6 +75,8 @@ BAD = [
     ({"sink_size": -64}, "sink_size is -64"),
     ({"forced_history": 65}, "forced_history is 65, allowed are 0 to 64"),
     ({"virtual_tokens": 1}, "virtual_tokens must be true or false"),
+    ({"late": "skip"}, "late is 'skip', known are wait, estimate"),
+    ({"late": 1}, "late is 1, known are wait, estimate"),
     ({"dense_layers": 3}, "dense_layers is 3, not a list"),
     ({"dense_layers": [-1]}, "a number in dense_layers is -1"),
     ({"layers": [1]}, "layers is not an object"),

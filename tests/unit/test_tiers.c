@@ -30,6 +30,7 @@ typedef struct faults {
     bool           any_action;
     hsri_io_fault  fault;
     uint64_t       delay_seed;      /* nonzero: operations are late by up to 3 ms */
+    uint32_t       read_ms;         /* nonzero: reads take so long */
     pthread_mutex_t lock;           /* operations are the mover's thread's */
 } faults;
 
@@ -41,6 +42,13 @@ static void set_fault(faults *f, hsri_io_fault fault, bool any, hsri_io_action a
     f->action = action;
     f->from = f->n + from;
     f->count = count;
+    pthread_mutex_unlock(&f->lock);
+}
+
+static void set_read_ms(faults *f, uint32_t ms)
+{
+    pthread_mutex_lock(&f->lock);
+    f->read_ms = ms;
     pthread_mutex_unlock(&f->lock);
 }
 
@@ -61,6 +69,8 @@ static void before_io(void *user, hsri_io_action action, uint64_t index, hsri_io
     pthread_mutex_lock(&f->lock);
     if (f->delay_seed && (action == HSRI_IO_READ || action == HSRI_IO_WRITE))
         fault->delay_ms = (uint32_t)(hsri_rng_u64(f->delay_seed, f->n) % 4);
+    if (f->read_ms && action == HSRI_IO_READ)
+        fault->delay_ms = f->read_ms;
     if (f->any_action || action == f->action) {
         uint64_t n = f->n++;
         if (n >= f->from && n - f->from < f->count)
@@ -90,6 +100,8 @@ typedef struct world {
     session        *sessions;
     uint32_t        next_value, lists_buf;
     uint64_t        lineage, n_draws, n_steps, sparse;   /* steps of four that are sparse */
+    hsri_sparse     settings[2 * MAX_SESSIONS];          /* of two layers */
+    uint64_t        n_aside;        /* pages that were set aside */
 } world;
 
 typedef struct setup {
@@ -265,6 +277,23 @@ static void check_units(world *w, session **parts, const hsri_lists *lists, uint
         }
 }
 
+/* What the device does to marked lists; the marks are of whole pages. */
+static void set_aside(world *w, const hsri_lists *lists)
+{
+    uint32_t *counts = fake_at(&w->fake, lists->counts, 4), *units = fake_at(&w->fake, lists->units, 4);
+    for (uint32_t i = 0; i < lists->n_picks * w->shape.n_kv_heads; i++) {
+        uint32_t n = 0, last = UINT32_MAX, *list = units + i * LIST_UNITS;
+        for (uint32_t u = 0; u < counts[i]; u++) {
+            uint32_t page = (list[u] & ~HSRI_UNIT_AWAY) / HSRI_PAGE_UNITS;
+            w->n_aside += list[u] & HSRI_UNIT_AWAY && page != last;
+            last = page;
+            if (!(list[u] & HSRI_UNIT_AWAY))
+                list[n++] = list[u];
+        }
+        counts[i] = n;
+    }
+}
+
 /* What sparse attention does: a list per sequence and head, group by group. */
 static hsr_status attend_sparse(world *w, session **parts, uint32_t n, const hsri_residency *r, const uint64_t *ends, hsr_error *err)
 {
@@ -275,8 +304,15 @@ static hsr_status attend_sparse(world *w, session **parts, uint32_t n, const hsr
         uint32_t *counts = fake_at(&w->fake, lists.counts, 4), *units = fake_at(&w->fake, lists.units, 4);
         for (uint32_t i = 0; i < n * w->shape.n_kv_heads; i++)
             counts[i] = choose_units(w, (ends[i / w->shape.n_kv_heads] - 1) / 64, units + i * LIST_UNITS);
+        bool any = false;
         if (r)
             r->span(r->self, 0, n, 0);
+        if (r)
+            HSRI_TRY(r->put_off(r->self, layer, &lists, &any, err));
+        CHECK(any <= (w->settings[0].flags != 0));
+        HSRI_TRY(fake_wait(&w->queue.base, err));
+        if (any)
+            set_aside(w, &lists);
         for (uint32_t g0 = 0, g1; g0 < LIST_UNITS / HSRI_LIST_GROUP_UNITS; g0 = g1) {
             g1 = (uint32_t)hsri_min(g0 + 3, LIST_UNITS / HSRI_LIST_GROUP_UNITS);
             if (r)
@@ -323,7 +359,9 @@ static hsr_status step(world *w, session **parts, const uint64_t *ends, uint32_t
             *failed = n_prepared;
     }
     if (status == HSR_OK) {
-        hsri_holder_step hs = { .caches = caches, .rows = rows, .n_seqs = n, .n_rows = n, .pick_seqs = pick_seqs };
+        hsri_holder_step hs = {
+            .caches = caches, .rows = rows, .n_seqs = n, .n_rows = n, .pick_seqs = pick_seqs, .settings = w->settings,
+        };
         const hsri_residency *r = hsri_holder_begin(w->holder, &hs);
         status = w->n_steps++ % 4 < w->sparse ? attend_sparse(w, parts, n, r, ends, err) : attend(w, parts, n, r, ends, err);
         *failed = hsri_holder_failed(w->holder);
@@ -596,6 +634,60 @@ static void test_hang(void)
     free(w.sessions);
 }
 
+static void estimate(world *w, bool on)
+{
+    for (size_t i = 0; i < sizeof w->settings / sizeof *w->settings; i++)
+        w->settings[i].flags = on ? HSRI_SPARSE_VIRTUAL | HSRI_SPARSE_ESTIMATE : 0;
+}
+
+/* Reads that take longer than the steps: none of these waits for one, what was asked for is there when they have ended, and a page
+ * that is lost is nothing to be estimated. */
+static void test_estimate(void)
+{
+    world w;
+    setup how = squeezed;
+    how.depth = 0;
+    how.sparse = 4;
+    world_init(&w, &how);
+    session *s = create(&w);
+    RUN(&w, s, 6000);
+    estimate(&w, true);
+    set_read_ms(&w.faults, 300);
+    hsri_tiers_stats before = tiers_stats(&w), now;
+    uint64_t draws = w.n_draws;
+    hsri_cache_stats cache;
+    RUN(&w, s, 6001);
+    RUN(&w, s, 6002);
+    now = tiers_stats(&w);
+    hsri_cache_get_stats(s->cache, &cache);
+    CHECK(now.waits == before.waits && now.late == before.late && now.misses == before.misses && now.hits > before.hits);
+    CHECK(w.n_aside > 0 && now.estimated == w.n_aside && cache.n_estimated == w.n_aside && now.prefetched > before.prefetched);
+
+    /* The same lists once more, when their pages have come: as many as there were frames for. */
+    usleep(1000000);
+    w.n_draws = draws;
+    w.n_aside = 0;
+    set_read_ms(&w.faults, 0);
+    RUN(&w, s, 6003);
+    CHECK(w.n_aside < now.estimated / 2 && tiers_stats(&w).prefetch_hits > before.prefetch_hits);
+
+    set_fault(&w.faults, (hsri_io_fault){ .error = EIO }, false, HSRI_IO_READ, 0, 1000000);
+    hsr_error err = HSR_ERROR_INIT;
+    hsr_status status = HSR_OK;
+    for (uint64_t n = 6004; n < 6100 && status == HSR_OK; n++) {
+        status = run_to(&w, s, n, &err);
+        usleep(1000);
+    }
+    CHECK(status == HSR_E_IO && err.message[0] && hsri_holder_failed(w.holder) == 0);
+    no_fault(&w.faults);
+    CHECK(hsri_cache_truncate(s->cache, 0, NULL) == HSR_OK);
+    s->committed = 0;
+    RUN(&w, s, 1000);
+    destroy(s);
+    check_empty(&w);
+    world_end(&w, HSR_OK);
+}
+
 /* ---- random sessions ---- */
 
 typedef struct draws {
@@ -673,6 +765,7 @@ static void test_random(const setup *how, uint64_t seed, int n_ops, bool faulty)
     draws d = { .seed = seed };
     w.opts.rollback_tokens = draw(&d, 3) * 64;
     w.opts.sink_pages = (uint32_t)draw(&d, 3);
+    estimate(&w, draw(&d, 2));
     for (int i = 0; i < n_ops && check_failures < failures + 10; i++) {
         if (faulty && draw(&d, 40) == 0) {
             hsri_io_fault fault = { .error = EIO };
@@ -705,6 +798,7 @@ int main(int argc, char **argv)
     variant.cold = 400 * MIB;
     variant.per_slab = 0;
     test_squeezed(&variant);
+    test_estimate();
     test_admission();
     test_room_for_others();
     test_hang();

@@ -101,7 +101,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv", choices=KV_FORMATS, default="auto",
                        help="key-value format; auto is f32 for f32 models, else bf16 (default: auto)")
     group.add_argument("--profile", default="exact", metavar="NAME|FILE",
-                       help="how to attend: a preset (exact, balanced, fast, long-document, chat, classic) or a JSON file of settings "
+                       help="how to attend: a preset (exact, balanced, fast, long-document, chat, classic) or a JSON file of settings, "
+                            'such as {"preset": "fast", "late": "estimate"}, which does not wait for pages in cold storage '
                             "(default: exact, which is dense)")
     group.add_argument("--calibration", metavar="FILE",
                        help="calibration of the model (default: MODEL with the ending .hsrcal, if there is one)")

@@ -273,6 +273,7 @@ typedef struct hsr_engine_stats {
     uint64_t cold_max_moves;      /* of one page */
     uint64_t cold_errors;         /* reads and writes that failed, pages that came back wrong */
     uint64_t mover_cpu_ns;        /* of the thread that moves pages */
+    uint64_t cold_estimated;      /* pages that were not waited for (HSR_LATE_ESTIMATE), each time */
 } hsr_engine_stats;
 
 /** Fill *stats; struct_size must be set by the caller.
@@ -292,6 +293,12 @@ HSR_API hsr_status hsr_engine_get_stats(hsr_engine *engine, hsr_engine_stats *st
 #define HSR_SELECT_HISTORY  7  /* the pages that were attended most so far, as many as the budget holds; prompts are dense */
 #define HSR_SELECT_RANDOM   8  /* for comparison */
 #define HSR_SELECT_ORACLE   9  /* exact scores, read from the pages themselves: for measuring, as slow as dense */
+
+/* What a token that is computed by itself, sampled or appended, does about a selected page that is not in memory. */
+#define HSR_LATE_WAIT     0 /* waits: results are those of a run with everything in memory */
+#define HSR_LATE_ESTIMATE 1 /* goes on without it: its tokens become virtual ones, the page is read for later rows, and the statistics count
+                               it. What is in memory then decides results. Only where virtual tokens are in use; everything else waits:
+                               longer prompts, dense attention and dense layers, other selectors, layers in which virtual tokens are left out */
 
 typedef struct hsr_profile {
     uint32_t struct_size;
@@ -318,6 +325,7 @@ typedef struct hsr_profile {
     const int32_t *dense_layers;   /* copied */
     const int32_t *layer_budgets;  /* copied; 0: `budget` */
     uint64_t seed;                 /* random */
+    int32_t  late;                 /* HSR_LATE_* */
 } hsr_profile;
 
 /** Fill *profile with the defaults: sparse, selector auto, 1024 tokens in slices of 16, virtual tokens; pass sizeof *profile.
@@ -531,6 +539,7 @@ typedef struct hsr_session_stats {
     double     covered;         /* estimated share of the attention mass that the last such row attended, mean over layers and heads; NaN: none yet */
     double     covered_mean;    /* the same over all such rows */
     double     attended_tokens; /* tokens that the last such row attended, mean over layers and kv heads */
+    uint64_t   estimated_pages; /* pages of one layer and kv head that such rows did not wait for (HSR_LATE_ESTIMATE), each time */
 } hsr_session_stats;
 
 /** Fill *stats; struct_size must be set by the caller.
