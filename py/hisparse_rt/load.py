@@ -24,7 +24,7 @@ def load(
     importance: str = "balanced", prefetch: int = 4, threads: int = 0,
     isa: str = "auto", kv: str = "auto", chunk: int = 512, max_sessions: int = 256, max_batch: int = 1024, dtype: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None, log: logging.Logger | None = None, debug_async: bool = False,
-    profile: ProfileLike = 0, calibration: str | bytes | os.PathLike[Any] | Literal[False] | None = None,
+    readable_tiers: str = "all", profile: ProfileLike = 0, calibration: str | bytes | os.PathLike[Any] | Literal[False] | None = None,
 ) -> Model:
     """Open a model.
 
@@ -47,6 +47,8 @@ def load(
     log           a logging.Logger for what the engine has to say; None: silent
     profile       how sessions attend unless they say otherwise: a Profile, the name of a preset, a JSON file; 0 and "exact" are dense
     calibration   the model's `.hsrcal` file; None: the one beside the model, which a conversion makes with it; False: none
+    readable_tiers   memory that attention reads in place: "all", or "hot": pages must then move there from warm memory, as on a GPU.
+                  Same results, slower, for tests; warm needs cold then
     debug_async   run in the slow mode that finds ordering mistakes in the runtime
 
     FileError, FormatError, VersionError, UnsupportedError, OutOfMemoryError, InvalidError; all are HisparseError.
@@ -56,7 +58,7 @@ def load(
     engine: dict[str, Any] = {
         "ram": ram, "hot": hot, "warm": warm, "cold": cold, "cold_size": cold_size, "io": io, "io_deadline": io_deadline,
         "importance": importance, "prefetch": prefetch, "threads": threads, "isa": isa, "kv": kv, "chunk": chunk, "max_sessions": max_sessions,
-        "max_batch": max_batch, "log": log, "debug_async": debug_async,
+        "max_batch": max_batch, "log": log, "debug_async": debug_async, "readable_tiers": readable_tiers,
     }
     engine_options(**engine)  # a wrong option is told before a long conversion
     if dtype is not None and dtype not in DTYPES.values():

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 ISA_LEVELS = {"auto": lib.HSR_ISA_AUTO, "reference": lib.HSR_ISA_REFERENCE, "avx2": lib.HSR_ISA_AVX2, "avx512": lib.HSR_ISA_AVX512,
               "amx": lib.HSR_ISA_AMX}
+READABLE = {"all": lib.HSR_READ_ALL, "hot": lib.HSR_READ_HOT}
 IO_ENGINES = {"auto": lib.HSR_IO_AUTO, "uring": lib.HSR_IO_URING, "pread": lib.HSR_IO_PREAD}
 IMPORTANCES = {"balanced": lib.HSR_IMPORTANCE_BALANCED, "summarize": lib.HSR_IMPORTANCE_SUMMARIZE, "chat": lib.HSR_IMPORTANCE_CHAT}
 DTYPES = {lib.HSR_DTYPE_F32: "f32", lib.HSR_DTYPE_BF16: "bf16", lib.HSR_DTYPE_Q8: "q8", lib.HSR_DTYPE_Q4: "q4"}
@@ -123,6 +124,14 @@ class EngineStats:
     mover_cpu_ns: int
     cold_estimated: int
     """Pages that were not waited for (`Profile.late`), each time."""
+    warm_pages: int
+    """Pages in warm memory that attention does not read in place (`readable_tiers="hot"`)."""
+    warm_moved_in: int
+    """Pages that moved from hot to warm memory."""
+    warm_moved_out: int
+    """Pages that moved back."""
+    warm_dropped: int
+    """Pages that left warm memory for others."""
 
 
 class _Native:
@@ -158,12 +167,12 @@ class Model:
         warm: int | str | None = None, cold: str | bytes | os.PathLike[Any] | None = None, cold_size: int | str | None = None,
         io: str = "auto", io_deadline: float = 30.0, importance: str = "balanced", prefetch: int = 4, threads: int = 0,
         isa: str = "auto", kv: str = "auto", chunk: int = 512, max_sessions: int = 256, max_batch: int = 1024,
-        log: logging.Logger | None = None, debug_async: bool = False, profile: ProfileLike = 0,
+        log: logging.Logger | None = None, debug_async: bool = False, readable_tiers: str = "all", profile: ProfileLike = 0,
         calibration: str | bytes | os.PathLike[Any] | None = None,
     ) -> None:
         opts = engine_options(ram=ram, hot=hot, warm=warm, cold=cold, cold_size=cold_size, io=io, io_deadline=io_deadline,
                               importance=importance, prefetch=prefetch, threads=threads, isa=isa, kv=kv, chunk=chunk, max_sessions=max_sessions,
-                              max_batch=max_batch, log=log, debug_async=debug_async)
+                              max_batch=max_batch, log=log, debug_async=debug_async, readable_tiers=readable_tiers)
         name = os.fsencode(path)
         if not name or b"\0" in name:
             raise InvalidError("the path has a NUL character in it" if name else "the path is empty")
@@ -499,12 +508,12 @@ class Model:
 def engine_options(
     *, ram: int | str | None, hot: int | str | None, warm: int | str | None, cold: str | bytes | os.PathLike[Any] | None,
     cold_size: int | str | None, io: str, io_deadline: float, importance: str, prefetch: int, threads: int, isa: str, kv: str, chunk: int, max_sessions: int, max_batch: int,
-    log: logging.Logger | None, debug_async: bool,
+    log: logging.Logger | None, debug_async: bool, readable_tiers: str,
 ) -> Any:
     """The options of `load` as an hsr_engine_opts; an error if one of them is wrong."""
     if ram is not None and (hot is not None or warm is not None):
         raise InvalidError("give ram, or hot and warm, not both: they name the same budget")
-    for name, value, known in (("io", io, IO_ENGINES), ("importance", importance, IMPORTANCES)):
+    for name, value, known in (("io", io, IO_ENGINES), ("importance", importance, IMPORTANCES), ("readable_tiers", readable_tiers, READABLE)):
         if value not in known:
             raise InvalidError(f"{name} is {value!r}, known ones are {', '.join(known)}")
     if cold_size is not None and cold is None:
@@ -529,6 +538,7 @@ def engine_options(
     opts.cold_bytes = 0 if cold_size is None else check_budget(cold_size)
     opts.io_engine, opts.importance = IO_ENGINES[io], IMPORTANCES[importance]
     opts.io_deadline_ms = integer("io_deadline in milliseconds", round(real("io_deadline", io_deadline) * 1000), 1, (1 << 31) - 1)
+    opts.readable_tiers = READABLE[readable_tiers]
     opts.prefetch_depth = integer("prefetch", prefetch, 0, 4096)
     if cold is not None:
         _DIRECTORIES[opts] = ffi.new("char[]", _path_bytes(cold))

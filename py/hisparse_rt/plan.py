@@ -103,7 +103,7 @@ def engine_opts(**given: Any) -> Any:
     known = {"ram": None, "hot": None, "warm": None, "cold": None, "cold_size": None, "io": "auto", "io_deadline": 30.0,
              "importance": "balanced", "prefetch": 4, "threads": 0, "isa": "auto", "kv": "auto", "chunk": 512, "max_sessions": 256,
              "max_batch": 1024, "log": None,
-             "debug_async": False}
+             "debug_async": False, "readable_tiers": "all"}
     for name in given:
         if name not in known:
             raise TypeError(f"plan() has no option {name!r}")

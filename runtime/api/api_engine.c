@@ -31,6 +31,11 @@ hsr_status hsri_check_engine_opts(const hsr_engine_opts *o, hsr_error *err)
     HSRI_TRY(hsri_in_range("io_deadline_ms", o->io_deadline_ms, 1, INT32_MAX, err));
     HSRI_TRY(hsri_in_range("importance", o->importance, HSR_IMPORTANCE_BALANCED, HSR_IMPORTANCE_CHAT, err));
     HSRI_TRY(hsri_in_range("prefetch_depth", o->prefetch_depth, 0, 4096, err));
+    HSRI_TRY(hsri_in_range("readable_tiers", o->readable_tiers, HSR_READ_ALL, HSR_READ_HOT, err));
+    if (o->readable_tiers == HSR_READ_HOT && o->warm_bytes != 0 && !o->cold_dir)
+        return hsri_fail(err, HSR_E_INVALID, "readable_tiers HOT with warm_bytes needs a cold_dir: pages have their place there");
+    if (o->readable_tiers == HSR_READ_HOT && o->warm_bytes != 0 && o->warm_bytes < HSRI_BLOCK_BYTES)
+        return hsri_fail(err, HSR_E_INVALID, "warm_bytes is %llu, less than one block of 1 MiB", (unsigned long long)o->warm_bytes);
     if (o->cold_bytes != 0 && !o->cold_dir)
         return hsri_fail(err, HSR_E_INVALID, "cold_bytes is %llu without a cold_dir", (unsigned long long)o->cold_bytes);
     if (o->cold_dir && (!o->cold_dir[0] || (o->cold_bytes != 0 && o->cold_bytes < HSRI_BLOCK_BYTES)))

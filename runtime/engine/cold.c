@@ -49,7 +49,10 @@ hsr_status hsri_cold_create(hsr_engine *e, hsr_error *err)
         return hsri_fail(err, HSR_E_NOMEM, "no memory for the name of cold_dir");
     strcpy(e->cold_dir, o->cold_dir);
     HSRI_TRY(hsri_cold_bytes(o, &e->opts.cold_bytes, err));
+    if (o->readable_tiers == HSR_READ_HOT && o->warm_bytes)
+        HSRI_TRY(hsri_pool_create(e->dev, o->warm_bytes, &e->warm, err));
     const hsri_tiers_opts opts = {
+        .warm = e->warm, .warm_memory = e->warm ? e->dev->host_range(e->dev, hsri_pool_buf(e->warm)) : NULL,
         .pool = e->pool, .memory = e->dev->host_range(e->dev, hsri_pool_buf(e->pool)), .head_dim = e->model->hp.head_dim,
         .mover = {
             .io = { .kind = (hsri_io_kind)o->io_engine, .deadline_ms = (uint32_t)o->io_deadline_ms, .log = &e->log },
@@ -108,6 +111,7 @@ bool hsri_cold_destroy(hsr_engine *e)
     free(e->step_caches);
     free(e->pick_parts);
     const bool ended = hsri_tiers_destroy(e->tiers, END_MS, NULL) == HSR_OK;
+    hsri_pool_destroy(e->warm);
     free(e->cold_dir);
     return ended;
 }
@@ -128,6 +132,10 @@ void hsri_cold_publish(hsr_engine *e)
     out->cold_misses = t.misses;
     out->cold_late = t.late;
     out->cold_estimated = t.estimated;
+    out->warm_pages = t.warm;
+    out->warm_moved_in = t.warm_in;
+    out->warm_moved_out = t.warm_out;
+    out->warm_dropped = t.warm_dropped;
     out->cold_waits = t.waits;
     out->cold_wait_ns = t.wait_ns;
     out->cold_wait_ns_p99 = t.wait_ns_p99;

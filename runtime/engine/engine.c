@@ -45,7 +45,8 @@ hsr_status hsri_pool_bytes(const hsr_engine_opts *o, uint64_t *bytes, hsr_error 
     *bytes = o->hot_bytes;
     if (*bytes == 0)
         *bytes = hsri_min(hsri_max(hsri_memory_available() / 2, 64ull << 20), 1ull << 42);
-    *bytes += o->warm_bytes;
+    if (o->readable_tiers != HSR_READ_HOT)
+        *bytes += o->warm_bytes;
     return HSR_OK;
 }
 

@@ -157,6 +157,7 @@ struct hsr_engine {
     uint32_t         calibration_buf;
     char            *cold_dir;
     hsri_tiers      *tiers;         /* NULL: every page stays in memory */
+    hsri_pool       *warm;          /* warm memory that operations do not read; NULL: none, it is part of the pool */
     hsri_holder     *holder;
     hsri_cache     **step_caches;   /* of the step's parts, and the part of each pick: what the holder asks */
     uint32_t        *pick_parts;

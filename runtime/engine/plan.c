@@ -134,7 +134,8 @@ static void judge(const paper *p, const tally *t, uint32_t n_sessions, uint64_t 
     r->cold_bytes = cold_of(p, t) * HSRI_BLOCK_BYTES;
     /* With a cold tier, pages stay in memory while there is room. */
     const uint64_t most = p->engine.tiers ? hsri_max(hsri_min(n_sessions * r->session_blocks, memory), memory_of(p, t)) : memory_of(p, t);
-    r->total_bytes = most * HSRI_BLOCK_BYTES + r->weight_bytes + r->scratch_bytes + n_sessions * r->table_bytes;
+    const uint64_t warm = p->engine.opts.readable_tiers == HSR_READ_HOT ? p->engine.opts.warm_bytes : 0;   /* beside the pool */
+    r->total_bytes = most * HSRI_BLOCK_BYTES + warm + r->weight_bytes + r->scratch_bytes + n_sessions * r->table_bytes;
     if (n_sessions > (uint32_t)p->engine.opts.max_sessions) {
         r->short_of = HSR_SHORT_SESSIONS;
         r->short_needed = n_sessions;

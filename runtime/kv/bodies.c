@@ -105,6 +105,7 @@ void hsri_body_drop_frame(hsri_tiers *t, uint32_t body)
     t->stats.prefetch_wasted += b->prefetched;
     b->prefetched = false;
     t->epoch++;
+    hsri_warm_keep(t, body);
     free_frame(t, body);
 }
 
@@ -147,6 +148,7 @@ hsr_status hsri_body_create(hsri_family *f, uint32_t page, uint32_t layer, uint3
     }
     t->bodies[body] = (hsri_body){
         .family = f, .refs = 1, .entry = HSRI_NO_SLOT, .home = HSRI_NO_SLOT, .move = HSRI_NO_MOVE, .place = HSRI_NO_SLOT,
+        .warm = HSRI_NO_SLOT,
         .page = page, .layer = (uint16_t)layer, .head = (uint16_t)head, .row = { .last_access = (uint32_t)f->n_tokens },
     };
     hsri_body_set_frame(t, body, entry);
@@ -176,6 +178,7 @@ static void drop_body(hsri_tiers *t, uint32_t body)
     shelf->homes_promised -= homes - hsri_family_homes(f);
     t->stats.prefetch_wasted += b->prefetched;
     free_frame(t, body);
+    hsri_warm_drop(t, body);
     if (b->home != HSRI_NO_SLOT)
         hsri_slots_drop(&shelf->homes, b->home);
     hsri_shelf_settle_frames(shelf);
@@ -260,6 +263,12 @@ static void note_failure(hsri_tiers *t, const hsri_moved *moved)
                       moved->move.page, moved->move.layer, moved->move.head, names[moved->move.kind]);
 }
 
+static void came_back(hsri_tiers *t, hsri_body *b)
+{
+    change(t, b, HSRI_PAGE_EV_LOADED);
+    hsri_importance_moved(&b->row, (uint32_t)b->family->n_tokens);
+}
+
 static void read_ended(hsri_tiers *t, uint32_t body, const hsri_moved *moved)
 {
     hsri_body *b = &t->bodies[body];
@@ -269,8 +278,7 @@ static void read_ended(hsri_tiers *t, uint32_t body, const hsri_moved *moved)
     }
     if (moved->status == HSR_OK) {
         b->tries = 0;
-        change(t, b, HSRI_PAGE_EV_LOADED);
-        hsri_importance_moved(&b->row, (uint32_t)b->family->n_tokens);
+        came_back(t, b);
         t->stats.reads++;
         t->stats.read_bytes += moved->move.slot_bytes;
         return;
@@ -384,7 +392,7 @@ static hsr_status lost(const hsri_tiers *t, hsr_error *err)
     return hsri_fail(err, t->last_status < 0 ? t->last_status : HSR_E_IO, "%s", t->last_error.message);
 }
 
-/* A frame, and a read into it. */
+/* A frame, and a read into it; from warm memory that is all there is to do. */
 static hsr_status begin_read(hsri_tiers *t, uint32_t body, hsri_move_priority priority, bool wait, hsr_error *err)
 {
     uint32_t entry;
@@ -392,6 +400,11 @@ static hsr_status begin_read(hsri_tiers *t, uint32_t body, hsri_move_priority pr
     if (status != HSR_OK)
         return status;
     hsri_body_set_frame(t, body, entry);
+    if (hsri_warm_fetch(t, body)) {
+        change(t, &t->bodies[body], HSRI_PAGE_EV_READ);
+        came_back(t, &t->bodies[body]);
+        return HSR_OK;
+    }
     while (!submit(t, body, HSRI_MOVE_READ, priority)) {
         if (hsri_tiers_collect(t, wait ? t->opts.deadline_ms : 0) > 0)
             continue;
@@ -423,7 +436,7 @@ hsr_status hsri_body_pin(hsri_tiers *t, uint32_t body, hsri_move_priority priori
     hsri_body *b = &t->bodies[body];
     if (b->state == HSRI_PAGE_LOST)
         return lost(t, err);
-    bool there = hsri_body_in_memory(b);
+    bool there = hsri_body_in_memory(b) || b->warm != HSRI_NO_SLOT;
     if (b->state == HSRI_PAGE_HOME) {
         const hsri_shelf *shelf = hsri_shelf_of(t, b);
         if (priority != HSRI_MOVE_DEMAND && hsri_frames_at_once(t, shelf) < KEPT_BLOCKS * shelf->frames.per_block)
@@ -453,9 +466,12 @@ hsr_status hsri_body_want(hsri_tiers *t, uint32_t body, hsr_error *err)
     if (hsri_body_in_memory(b))
         return HSR_OK;
     hsri_importance_seen(&b->row, (uint32_t)b->family->n_tokens);   /* when it has arrived, it is not the first to leave */
-    t->stats.estimated++;
-    if (b->state == HSRI_PAGE_HOME && begin_read(t, body, HSRI_MOVE_PREFETCH, false, NULL) == HSR_OK)
+    bool begun = b->state == HSRI_PAGE_HOME && begin_read(t, body, HSRI_MOVE_PREFETCH, false, NULL) == HSR_OK;
+    if (hsri_body_in_memory(b))     /* it was in warm memory */
+        return HSR_OK;
+    if (begun)
         note_pin(t, b, HSRI_MOVE_PREFETCH, false);
+    t->stats.estimated++;
     return HSR_AGAIN;
 }
 

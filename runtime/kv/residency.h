@@ -32,9 +32,9 @@ typedef struct hsri_residency {
     hsr_status (*hold_dense)(void *self, uint32_t layer, uint32_t g0, uint32_t *g1, hsr_error *err);
     /* The same for groups [g0, *g1) of what `select` put into lists. With g0 = 0 the lists are read back, which waits for the queue. */
     hsr_status (*hold_lists)(void *self, uint32_t layer, const hsri_lists *lists, uint32_t g0, uint32_t *g1, hsr_error *err);
-    /* Before hold_lists, if there is to be no waiting (HSRI_SPARSE_ESTIMATE): units of lists of decode rows whose pages are not in memory are
-     * marked HSRI_UNIT_AWAY there, and their pages asked for. *any: there are some, and `set_aside` must take them out. Waits for the
-     * queue, if any pick's settings say so. */
+    /* Before hold_lists, if there is to be no waiting (HSRI_SPARSE_ESTIMATE): units in lists of decode rows whose pages are not in
+     * memory are marked HSRI_UNIT_AWAY there, and their pages asked for. *any: there are some, and `set_aside` must take them out.
+     * Waits for the queue, if any pick's settings say so. */
     hsr_status (*put_off)(void *self, uint32_t layer, const hsri_lists *lists, bool *any, hsr_error *err);
     /* All operations that read the held pages are enqueued. Waits for the queue, unless no page could have to leave. */
     hsr_status (*release)(void *self, hsr_error *err);

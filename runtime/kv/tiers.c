@@ -61,6 +61,7 @@ static void fill_shelves(hsri_tiers *t)
         shelf->slot_bytes = (uint32_t)hsri_round_up(page_bytes, HSRI_IO_ALIGN);
         hsri_slots_init(&shelf->frames, t->opts.pool, HSRI_BLOCK_BYTES / shelf->slot_bytes);
         hsri_slots_init(&shelf->homes, t->home_pool, HSRI_BLOCK_BYTES / shelf->slot_bytes);
+        hsri_slots_init(&shelf->warm, t->opts.warm, HSRI_BLOCK_BYTES / shelf->slot_bytes);
         for (uint32_t layer = 0; layer < HSRI_N_NEAR; layer++)
             shelf->near[layer] = HSRI_NO_BLOCK;
     }
@@ -71,7 +72,9 @@ static hsr_status allocate(hsri_tiers *t, hsr_error *err)
     uint64_t n_extents = t->opts.mover.bytes / HSRI_BLOCK_BYTES;
     t->free_moves = hsri_new_array(n_extents, sizeof *t->free_moves);
     t->frame_bodies = hsri_new_array(hsri_pool_total(t->opts.pool) * HSRI_MAX_SLOTS, sizeof *t->frame_bodies);
-    if (!t->free_moves || !t->frame_bodies)
+    if (t->opts.warm)
+        t->warm = hsri_new_array(hsri_pool_total(t->opts.warm) * HSRI_MAX_SLOTS, sizeof *t->warm);
+    if (!t->free_moves || !t->frame_bodies || (t->opts.warm && !t->warm))
         return hsri_fail(err, HSR_E_NOMEM, "out of memory for the tables of the tiers");
     for (uint64_t i = 0; i < n_extents; i++)
         t->free_moves[i] = HSRI_NO_MOVE;
@@ -117,6 +120,8 @@ static void drop_left_overs(hsri_tiers *t)
             continue;
         hsri_slots_clear(&shelf->frames, NULL, NULL);
         hsri_slots_clear(&shelf->homes, NULL, NULL);
+        if (t->opts.warm)
+            hsri_slots_clear(&shelf->warm, NULL, NULL);
     }
     for (size_t i = 0; i < t->n_bodies; i++) {
         hsri_family *f = t->bodies[i].family;
@@ -139,6 +144,7 @@ hsr_status hsri_tiers_destroy(hsri_tiers *t, uint64_t wait_ms, hsr_error *err)
     hsri_pool_destroy(t->home_pool);
     free(t->free_moves);
     free(t->frame_bodies);
+    free(t->warm);
     free(t->bodies);
     free(t->resident);
     free(t);
@@ -365,6 +371,7 @@ void hsri_tiers_get_stats(hsri_tiers *t, hsri_tiers_stats *stats)
     stats->resident = t->n_resident;
     stats->dirty = t->n_dirty;
     stats->absent = t->n_absent;
+    stats->warm = t->n_warm;
     stats->home_extents = homes.used;
     stats->home_extents_total = homes.total;
     stats->wait_ns_p99 = t->stats.waits ? wait_p99(t) : 0;

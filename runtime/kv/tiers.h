@@ -29,6 +29,8 @@ typedef struct hsri_family hsri_family;
 typedef struct hsri_tiers_opts {
     hsri_pool           *pool;          /* frames come from here, beside everything else that is in it */
     uint8_t             *memory;        /* where the host sees the pool's range */
+    hsri_pool           *warm;          /* memory that operations do not read, for pages that leave the pool; NULL: none */
+    uint8_t             *warm_memory;
     uint32_t             head_dim;
     hsri_mover_opts      mover;         /* directory and bytes: the cold file */
     hsri_importance_opts importance;
@@ -46,6 +48,8 @@ typedef struct hsri_tiers_stats {
     uint64_t prefetched, prefetch_hits, prefetch_wasted;
     uint64_t read_bytes, written_bytes, reads, writes;
     uint64_t evictions, max_moves;      /* of one page */
+    uint64_t warm;                      /* pages in warm memory */
+    uint64_t warm_in, warm_out, warm_dropped;       /* that moved there, back into a frame, and out for want of room */
     uint64_t read_failures, write_failures, lost;
     hsri_mover_stats mover;
 } hsri_tiers_stats;

@@ -2,7 +2,8 @@
 /* What the parts of the tiers share.
  *   tiers.c         creation, families and their promises, statistics
  *   bodies.c        the life of a body, and what becomes of transfers
- *   tiers_space.c   frames: taking, letting pages leave, cleaning, giving blocks back */
+ *   tiers_space.c   frames: taking, letting pages leave, cleaning, giving blocks back
+ *   tiers_warm.c    warm memory that operations do not read */
 #ifndef HSRI_TIERS_INTERNAL_H
 #define HSRI_TIERS_INTERNAL_H
 
@@ -25,6 +26,8 @@ typedef struct hsri_body {
     uint32_t        refs;        /* 0 and a family: dropped, but its transfer still runs; 0 and none: unused */
     uint32_t        entry;       /* its frame, or HSRI_NO_SLOT; of an unused body: the next unused one */
     uint32_t        home;        /* HSRI_NO_SLOT: none given yet. What it holds is only to be believed in states with a home */
+    uint32_t        warm;        /* slot in warm memory, or HSRI_NO_SLOT */
+    uint32_t        warm_place;  /* in tiers->warm, if it has one */
     uint32_t        move;        /* transfer under way, or HSRI_NO_MOVE */
     uint32_t        place;       /* in tiers->resident, or HSRI_NO_SLOT */
     uint32_t        page;
@@ -52,7 +55,7 @@ struct hsri_family {
 /* Frames and homes of one format. */
 typedef struct hsri_shelf {
     uint32_t   slot_bytes, page_bytes;
-    hsri_slots frames, homes;
+    hsri_slots frames, homes, warm;
     uint64_t   frames_promised, homes_promised;
     uint32_t   near[HSRI_N_NEAR];/* of each layer (modulo): the extent that its homes are in, so that a layer is read in long runs */
 } hsri_shelf;
@@ -81,6 +84,8 @@ struct hsri_tiers {
     size_t          read_hand;   /* in bodies: for pages to read ahead of need */
     uint32_t        fresh[HSRI_N_FRESH];   /* bodies that have become clean lately: where to look first when few are */
     uint32_t        n_fresh;     /* ever */
+    uint32_t       *warm;        /* bodies in warm memory, in no order */
+    size_t          n_warm, warm_hand;
     uint32_t       *frame_bodies;/* of each frame of the pool: body */
     uint64_t        n_moves;     /* transfers under way */
 
@@ -153,5 +158,15 @@ bool hsri_tiers_reclaim(hsri_tiers *t, uint64_t n);
 void hsri_tiers_tidy(hsri_tiers *t);
 
 float hsri_body_score(const hsri_tiers *t, const hsri_body *b);
+
+/* ---- tiers_warm.c ---- */
+
+/* A clean page is about to give up its frame: its bytes go to warm memory, if there is any, in place of a page that is worth less. */
+void hsri_warm_keep(hsri_tiers *t, uint32_t body);
+
+/* Move a page's bytes from warm memory into its frame. False: they are not there. */
+bool hsri_warm_fetch(hsri_tiers *t, uint32_t body);
+
+void hsri_warm_drop(hsri_tiers *t, uint32_t body);
 
 #endif

@@ -90,7 +90,7 @@ typedef struct session {
 typedef struct world {
     fake_device     fake;
     fake_queue      queue;
-    hsri_pool      *pool;
+    hsri_pool      *pool, *warm;
     hsri_kv_shape   shape;
     hsri_tiers     *tiers;
     hsri_holder    *holder;
@@ -110,11 +110,11 @@ typedef struct setup {
     uint64_t     blocks, cold;
     uint32_t     depth, deadline_ms;
     hsri_io_kind io;
-    uint64_t     delay_seed, sparse;
+    uint64_t     delay_seed, sparse, warm;      /* warm: blocks that are not read in place */
 } setup;
 
 /* A session of the longest kind needs 64 blocks of encoded pages, and some 15 blocks of plain ones. */
-static const setup squeezed = { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_INT8, 2, 2, 8, 36, 128 * MIB, 2, 20000, HSRI_IO_AUTO, 0, 0 };
+static const setup squeezed = { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_INT8, 2, 2, 8, 36, 128 * MIB, 2, 20000, HSRI_IO_AUTO, 0, 0, 0 };
 
 static void world_init(world *w, const setup *s)
 {
@@ -132,6 +132,11 @@ static void world_init(world *w, const setup *s)
         .pool = w->pool, .memory = w->fake.bufs[hsri_pool_buf(w->pool) - 1].data, .head_dim = 512, .deadline_ms = s->deadline_ms,
         .mover = { .directory = w->directory, .bytes = s->cold, .io = { .kind = s->io, .faults = &w->faults.hook } },
     };
+    if (s->warm) {
+        CHECK(hsri_pool_create(&w->fake.base, s->warm * MIB, &w->warm, NULL) == HSR_OK);
+        opts.warm = w->warm;
+        opts.warm_memory = w->fake.bufs[hsri_pool_buf(w->warm) - 1].data;
+    }
     hsri_importance_preset_fill(&opts.importance, HSRI_IMPORTANCE_BALANCED);
     hsr_error err = HSR_ERROR_INIT;
     if (!CHECK(hsri_tiers_create(&opts, &w->tiers, &err) == HSR_OK))
@@ -172,7 +177,7 @@ static void check_empty(world *w)
     CHECK(p.used == 0 && p.reserved == 0);
     CHECK(t.bodies == 0 && t.resident == 0 && t.absent == 0 && t.dirty == 0);
     CHECK(t.frames_used == 0 && t.frames_promised == 0 && t.frame_blocks == 0);
-    CHECK(t.homes_used == 0 && t.homes_promised == 0 && t.home_extents == 0);
+    CHECK(t.homes_used == 0 && t.homes_promised == 0 && t.home_extents == 0 && t.warm == 0);
     CHECK(!hsri_tiers_must_hold(w->tiers));
 }
 
@@ -185,6 +190,12 @@ static void world_end(world *w, hsr_status expected)
     if (expected == HSR_OK)
         check_empty(w);
     CHECK(hsri_tiers_destroy(w->tiers, 1000, NULL) == expected);
+    if (w->warm) {
+        hsri_pool_stats warm;
+        hsri_pool_get_stats(w->warm, &warm);
+        CHECK(warm.used == 0 && warm.reserved == 0);
+    }
+    hsri_pool_destroy(w->warm);
     CHECK(w->fake.n_bufs == 1);
     hsri_pool_destroy(w->pool);
     fake_queue_end(&w->queue);
@@ -460,6 +471,8 @@ static void test_squeezed(const setup *how)
     CHECK(t.absent > t.bodies / 6 && t.resident + t.absent >= t.bodies && t.evictions > 0);
     CHECK(t.writes > 0 && t.reads > 0 && t.misses > 0 && t.late > 0 && t.waits > 0 && t.lost == 0);
     CHECK(how->depth == 0 || t.prefetch_hits > 0);
+    CHECK(t.warm_in == t.warm_out + t.warm_dropped + t.warm && t.warm_in == (how->warm ? t.evictions : 0));
+    CHECK((t.warm_out > 0) == (how->warm > 0));
     CHECK(t.homes_used <= t.homes_promised && t.frames_used <= pool_stats(&w).used * 13);
     uint64_t bodies = t.bodies;
 
@@ -798,6 +811,9 @@ int main(int argc, char **argv)
     variant.cold = 400 * MIB;
     variant.per_slab = 0;
     test_squeezed(&variant);
+    variant = squeezed;
+    variant.warm = 8;
+    test_squeezed(&variant);
     test_estimate();
     test_admission();
     test_room_for_others();
@@ -808,6 +824,7 @@ int main(int argc, char **argv)
         many.blocks = 110;
         many.sparse = (uint64_t)seed % 4;
         many.delay_seed = (uint64_t)seed * 77 + 1;
+        many.warm = (uint64_t)seed % 2 * 10;
         test_random(&many, 1000 + (uint64_t)seed, 250, false);
         test_random(&many, 2000 + (uint64_t)seed, 250, true);
     }

@@ -196,7 +196,13 @@ typedef struct hsr_engine_opts {
     float       weight_locality, weight_frequency, weight_recency; /* the weights themselves, if any is not 0 */
     float       enter_above, leave_below; /* thresholds of moves that nobody asked for; defaults 0.7 and 0.5 */
     int32_t     prefetch_depth; /* groups of pages that may be on their way ahead of need; default 4, 0: none */
+    int32_t     readable_tiers; /* HSR_READ_*: memory that attention reads in place */
 } hsr_engine_opts;
+
+#define HSR_READ_ALL 0 /* hot and warm, which are one pool */
+#define HSR_READ_HOT 1 /* hot alone, as on a GPU: pages that leave it go to warm memory, in place of those worth less there, and must come
+                          back to be read. Same results, slower. Warm memory then holds only pages that have their place in the cold file,
+                          too, and needs a cold_dir. For tests */
 
 #define HSR_IO_AUTO  0 /* io_uring where the build, the kernel and the sandbox have it, else threads */
 #define HSR_IO_URING 1 /* io_uring, or an error */
@@ -274,6 +280,11 @@ typedef struct hsr_engine_stats {
     uint64_t cold_errors;         /* reads and writes that failed, pages that came back wrong */
     uint64_t mover_cpu_ns;        /* of the thread that moves pages */
     uint64_t cold_estimated;      /* pages that were not waited for (HSR_LATE_ESTIMATE), each time */
+    /* with HSR_READ_HOT, else 0 */
+    uint64_t warm_pages;          /* in warm memory; cold_pages counts them, too */
+    uint64_t warm_moved_in;       /* pages that moved from hot to warm memory; of cold_evictions */
+    uint64_t warm_moved_out;      /* and back, because somebody wanted them: what attention found there is among cold_hits */
+    uint64_t warm_dropped;        /* that left warm memory for others */
 } hsr_engine_stats;
 
 /** Fill *stats; struct_size must be set by the caller.
