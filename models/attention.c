@@ -69,7 +69,8 @@ static hsri_page_parts page_parts_of(const part *p, hsri_parts_of of, uint32_t g
 {
     const hsri_forward *f = p->f;
     return (hsri_page_parts){
-        .of = of, .g0 = g0, .g1 = g1, .runs = p->span->prefill, .rows = hsri_at(f->mass_rows, p->span->first_mass_row * sizeof(hsri_mass_row)),
+        .of = of, .g0 = g0, .g1 = g1, .runs = p->span->prefill,
+        .rows = hsri_at(f->mass_rows, p->span->first_mass_row * sizeof(hsri_mass_row)),
         .parts = f->room->parts, .tables = f->mass_tables, .n_rows = p->span->n_mass_rows, .n_pages = p->span->mass_pages,
     };
 }

@@ -54,7 +54,7 @@ static hsr_status reserve_tables(hsr_session *s, uint64_t n_runs, hsr_error *err
     return HSR_OK;
 }
 
-/* What an outgrown list held is decided anew. */
+/* A list that is in force moves along. */
 static hsr_status reserve_list(hsr_session *s, uint64_t n_pages, hsr_error *err)
 {
     hsr_engine *e = s->engine;
@@ -160,7 +160,8 @@ hsr_status hsri_masses_read(const hsr_session *s, uint32_t layer, uint64_t first
         end = hsri_min(first + n, (page / HSRI_MASS_RUN + 1) * HSRI_MASS_RUN);
         for (uint32_t head = 0; head < hp->n_kv_heads; head++) {
             if (page < m->n_known) {
-                const uint64_t at = hsri_mass_at(hp->n_layers, hp->n_kv_heads, layer, head, (uint32_t)(page / HSRI_MASS_RUN * HSRI_MASS_RUN));
+                const uint32_t start = (uint32_t)(page / HSRI_MASS_RUN * HSRI_MASS_RUN);
+                const uint64_t at = hsri_mass_at(hp->n_layers, hp->n_kv_heads, layer, head, start);
                 e->dev->copy_out(e->queue, run, (hsri_ref){ .buf = m->tables[m->current], .offset = at * sizeof *run }, sizeof run);
                 HSRI_TRY(e->dev->wait(e->queue, err));
             }
@@ -282,7 +283,8 @@ void hsri_masses_enqueue(hsr_session *s)
     }
     /* Rows add to a copy, which a step that fails leaves behind. */
     if (m->votes && m->n_known)
-        e->dev->copy(e->queue, hsri_masses_table(m), (hsri_ref){ .buf = m->tables[m->current] }, runs_of(m->n_known) * run_floats(s) * sizeof(float));
+        e->dev->copy(e->queue, hsri_masses_table(m), (hsri_ref){ .buf = m->tables[m->current] },
+                     runs_of(m->n_known) * run_floats(s) * sizeof(float));
 }
 
 void hsri_masses_commit(hsr_session *s, uint64_t n)

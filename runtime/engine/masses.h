@@ -2,8 +2,8 @@
 /* How much attention each page of a session got so far, and the pages that got the most: what forced_history and selector history read.
  * Kept for sessions whose profile asks for it, from then on.
  *
- * Votes. A row adds what it attended to the mass table if it is a sampled token's, the last of an append, or the last of a page: a prompt
- * is thus heard every 64 tokens, at a cost that does not show. A position votes once, however often it is computed again.
+ * Votes. A row adds what it attended to the mass table if it is a sampled token's, the last of an append, or the last of a page: to hear
+ * all of a prompt would double its attention. A position votes once, however often it is computed again.
  *
  * Lists. Which pages are forced is decided at the first row of an append, at its last 128-token run, which is selected token by token
  * like what is sampled, at its last row, and at each sampled row; where the window is a single page and prompts are selected token by

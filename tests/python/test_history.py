@@ -31,14 +31,15 @@ def paths(tmp_path_factory):
 
 def profile_of(rules: Rules) -> Profile:
     """`history` has its pages as a budget, other selectors beside it."""
-    return Profile(selector="history" if rules.only_forced else "oracle", budget=64 * rules.forced if rules.only_forced else rules.budget,
-                   forced_history=0 if rules.only_forced else rules.forced, slice_size=16 * rules.slice_units, dense_below=rules.dense_below,
-                   prefill_budget=rules.prefill_budget, prefill_dense_below=rules.prefill_dense_below, virtual_tokens=False)
+    own = ({"selector": "history", "budget": 64 * rules.forced} if rules.only_forced
+           else {"selector": "oracle", "budget": rules.budget, "forced_history": rules.forced})
+    return Profile(**own, slice_size=16 * rules.slice_units, dense_below=rules.dense_below, prefill_budget=rules.prefill_budget,
+                   prefill_dense_below=rules.prefill_dense_below, virtual_tokens=False)
 
 
 def session_of(model: hs.Model, rules: Rules, profile=None, **options) -> hs.Session:
-    return model.session(context=4096, window_size=rules.window, sink_size=rules.sink, profile=profile_of(rules) if profile is None else profile,
-                         **options)
+    return model.session(context=4096, window_size=rules.window, sink_size=rules.sink,
+                         profile=profile_of(rules) if profile is None else profile, **options)
 
 
 def feed(session: hs.Session, appends: list[int], start: int = 0) -> np.ndarray:
@@ -137,7 +138,8 @@ def test_sampled_tokens_vote_and_none_twice(paths, computed_before):
 
 
 def test_sessions_that_do_not_ask_keep_nothing(paths):
-    with hs.load(paths / "tiny-q8.hsr", threads=2) as model, session_of(model, Rules(), Profile(selector="oracle", virtual_tokens=False)) as s:
+    without = Profile(selector="oracle", virtual_tokens=False)
+    with hs.load(paths / "tiny-q8.hsr", threads=2) as model, session_of(model, Rules(), without) as s:
         feed(s, [700, 1])
         assert not masses_of(s).any()
         s.set_profile(Profile(selector="history", budget=64))
@@ -275,7 +277,8 @@ def test_squeezed_is_resident(tmp_path_factory, tmp_path, mode, kv):
 def test_sessions_together_are_as_alone(paths):
     """Steps that are shared by sessions with and without a history."""
     rules = RULES["beside"][0]
-    profiles = [profile_of(rules), 0, profile_of(RULES["only"][0]), Profile(selector="minmax", budget=128, forced_history=1, virtual_tokens=False)]
+    profiles = [profile_of(rules), 0, profile_of(RULES["only"][0]),
+                Profile(selector="minmax", budget=128, forced_history=1, virtual_tokens=False)]
     options = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True}
     with hs.load(paths / "tiny-q8.hsr", threads=2, chunk=100, max_batch=128) as model:
         def generate(session):

@@ -61,7 +61,9 @@ static void world_close(world *w)
 
 /* Rows of three sequences; the listed ones are those of the first and the last. Sequence 0 is known up to page 2, sequence 2 from the
  * start. */
-static const hsri_row rows[N_ROWS] = { { 0, 63 }, { 0, 300 }, { 0, 9000 }, { 1, 5 }, { 2, 8000 }, { 2, 8001 }, { 2, 8127 }, { 2, 8128 }, { 2, 9599 } };
+static const hsri_row rows[N_ROWS] = {
+    { 0, 63 }, { 0, 300 }, { 0, 9000 }, { 1, 5 }, { 2, 8000 }, { 2, 8001 }, { 2, 8127 }, { 2, 8128 }, { 2, 9599 },
+};
 static const hsri_mass_row listed[N_LISTED] = { { 1, 2 }, { 2, 5 }, { 4, 140 }, { 6, 140 }, { 7, 140 }, { 8, 140 } };
 
 static float parts[N_LISTED][N_HEADS][N_PAGES][2], acc[N_ROWS][N_HEADS][2 + D];
@@ -150,7 +152,9 @@ static void check_sums(const float *tables)
 
 static void test_sums(void)
 {
-    static const struct { int32_t n_threads; bool async, one_by_one; } variants[] = { { 1, false, false }, { 3, false, false }, { 2, false, true }, { 2, true, false } };
+    static const struct { int32_t n_threads; bool async, one_by_one; } variants[] = {
+        { 1, false, false }, { 3, false, false }, { 2, false, true }, { 2, true, false },
+    };
     float *first = malloc(N_SEQS * TABLE * sizeof *first), *tables = malloc(N_SEQS * TABLE * sizeof *tables);
 
     fill();
@@ -210,7 +214,8 @@ static void check_top(world *w, uint32_t n_known, uint32_t first, uint32_t end, 
 static void test_top(void)
 {
     static const struct { uint32_t n_known, first, end, wants[N_LAYERS], stride; } cases[] = {
-        { 190, 1, 180, { 10, 10, 10 }, 10 }, { 190, 0, 192, { 64, 1, 17 }, 64 }, { 20, 2, 100, { 30, 5, 40 }, 40 }, { 0, 1, 100, { 7, 0, 3 }, 8 },
+        { 190, 1, 180, { 10, 10, 10 }, 10 }, { 190, 0, 192, { 64, 1, 17 }, 64 }, { 20, 2, 100, { 30, 5, 40 }, 40 },
+        { 0, 1, 100, { 7, 0, 3 }, 8 },
         { 190, 5, 5, { 3, 3, 3 }, 3 }, { 190, 5, 6, { 3, 1, 0 }, 3 }, { 190, 100, 192, { 92, 200, 91 }, 93 },
     };
     for (int32_t n_threads = 1; n_threads <= 3; n_threads++)

@@ -481,8 +481,9 @@ static float *run_parts(world *w, const call *c, bool waves)
 static bool is_fixed(const world *w, const call *c, uint32_t page, uint32_t pos)
 {
     uint32_t q = pos / 64;
+    bool     bridge = c->op == FIXED_RUNS && q % 2 == 1 && q >= w->s.sink + w->s.window && page == q - w->s.window;
 
-    return page < w->s.sink || page + w->s.window > q || (c->op == FIXED_RUNS && q % 2 == 1 && q >= w->s.sink + w->s.window && page == q - w->s.window);
+    return page < w->s.sink || page + w->s.window > q || bridge;
 }
 
 static void naive_page(const world *w, const call *c, uint32_t row, uint32_t head, uint32_t page, naive *n)

@@ -304,8 +304,8 @@ static void attend_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
     }
 }
 
-attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads,
-                               float scale, hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
+attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer,
+                               uint32_t n_heads, float scale, hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
 {
     uint64_t n = (uint64_t)batch->n_rows * n_heads;
 

@@ -88,8 +88,8 @@ static inline const uint32_t *hsri_cpu_list_group(const attend_job *job, uint32_
 
 /* ---- attend.c ---- */
 
-attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads,
-                               float scale, hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part);
+attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer,
+                               uint32_t n_heads, float scale, hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part);
 
 /* The queries of rows [row, row_end) of one sequence, heads [head, head_end); the set has no partials yet. */
 void hsri_cpu_fill_queries(const attend_job *job, uint32_t row, uint32_t row_end, uint32_t head, uint32_t head_end, query_set *set);

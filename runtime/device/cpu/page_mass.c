@@ -338,7 +338,8 @@ static void top_run(const void *arg, uint64_t first, uint64_t end, uint32_t work
     }
 }
 
-static void cpu_top_pages(hsri_queue *q, const hsri_kv_view *kv, const hsri_mass_range *range, hsri_ref wants, uint32_t stride, hsri_ref out)
+static void cpu_top_pages(hsri_queue *q, const hsri_kv_view *kv, const hsri_mass_range *range, hsri_ref wants, uint32_t stride,
+                          hsri_ref out)
 {
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     uint64_t         n = (uint64_t)kv->n_layers * kv->n_kv_heads;
