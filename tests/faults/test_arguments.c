@@ -294,13 +294,12 @@ static void test_sparse_arguments(hsr_engine *e)
     REFUSED(hsr_session_fill(s, 10, 0, &err), HSR_E_STATE);
     OK(hsr_session_append(s, ids, 4, &err));
     OK(hsr_session_prefill(s, NULL, NULL, &err));
-    INVALID(hsr_session_observe(s, 3, 0, 0, 1, out, 8, &err));
+    INVALID(hsr_session_observe(s, 4, 0, 0, 1, out, 8, &err));
     INVALID(hsr_session_observe(s, HSR_OBSERVE_KEYS, 1000, 0, 1, out, 8, &err));
     INVALID(hsr_session_observe(s, HSR_OBSERVE_KEYS, 0, 4, 1, out, 8, &err));
     INVALID(hsr_session_observe(s, HSR_OBSERVE_KEYS, 0, 0, UINT64_MAX, out, 8, &err));
     INVALID(hsr_session_observe(s, HSR_OBSERVE_KEYS, 0, 0, 4, NULL, 8, &err));
     INVALID(hsr_session_observe(s, HSR_OBSERVE_MASSES, 0, 1, 1, out, 8, &err));
-    INVALID(hsr_session_observe(s, HSR_OBSERVE_MASSES + 1, 0, 0, 1, out, 8, &err));
     hsr_capture c = { .struct_size = sizeof c, .layer_end = 1, .n = 4 };
     INVALID(hsr_session_capture(s, &c, &err));
     INVALID(hsr_session_capture(s, NULL, &err));
