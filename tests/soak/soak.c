@@ -280,14 +280,18 @@ static void take_cancel(client *c, user *u)
     if (st.status != HSR_OK || st.running || n > u->script.n_tokens || st.n_computed > n || n < before || st.n_computed + 1 < before)
         found(c->round, &u->script, "after a cancel: status %d, running %d, %llu tokens of %llu, %llu computed of %llu", st.status, st.running,
               (unsigned long long)n, (unsigned long long)u->script.n_tokens, (unsigned long long)st.n_computed, (unsigned long long)before);
-    if (script_splits(&u->script, n)) {
+    /* After a rebuild tokens are kept that were sampled before and are not computed again yet: no act of a script either. */
+    const uint64_t left = st.n_computed > before && st.n_computed < n ? st.n_computed : n;
+    if (script_splits(&u->script, left)) {
         rebuild(c, u);
         return;
     }
-    script_cut(&u->script, n, hsri_max(st.n_computed, before));
+    if (left < n && !went_well(c, &u->script, "truncate", hsr_session_truncate(u->session, left, &c->err), false, false))
+        found(c->round, &u->script, "truncate: %s", c->err.message);
+    script_cut(&u->script, left, hsri_max(st.n_computed, before));
     if (st.n_computed >= before)
         return;
-    /* The last token was about to be computed once more: that is no act of a script. */
+    /* The last token was about to be computed once more. */
     if (went_well(c, &u->script, "truncate", hsr_session_truncate(u->session, st.n_computed, &c->err), false, false))
         script_add(&u->script, ACT_TRUNCATE, st.n_computed, 0, NULL, NULL, 0);
 }
