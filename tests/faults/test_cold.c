@@ -433,7 +433,7 @@ static void test_hang(unsigned kinds, unsigned long count)
     CHECK(hsr_engine_create(model, &o, &e, &err) == HSR_OK);
     begin_talk(&t, e);
     ask_whatever(&t, t.a, 1, LONG);
-    CHECK(t.failed == HSR_E_IO && seconds() - start < 20);
+    CHECK(t.failed == HSR_E_IO && seconds() - start < 60);
     usleep(800000);             /* all that hung has ended: counters can be back */
     CHECK(append(t.b, SHORT, 3) == HSR_OK);
     ask_whatever(&t, t.b, 2, 2 * SHORT + OUTPUT);
@@ -613,7 +613,7 @@ static void all_others(void)
     test_bad_reads();
     test_cut_file(HSR_IO_AUTO);
     test_cut_file(HSR_IO_PREAD);
-    test_hang(READS, 30);
+    test_hang(READS, FOREVER);
     test_hang(WRITES, FOREVER);
     test_cancel();
     CHECK(rmdir(folder) == 0);
