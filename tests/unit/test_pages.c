@@ -258,6 +258,21 @@ static float query_at(uint32_t pos, uint32_t head, uint32_t d, uint32_t j)
     return 1.5f * noise(40 + head, (uint64_t)pos * d + j) / (1.0f + 0.03f * (float)j);
 }
 
+/* A whole query; the last one asked for is kept, as its tokens are seen one by one. */
+static const float *query_of(uint32_t pos, uint32_t head, uint32_t d)
+{
+    static float    query[256];
+    static uint32_t of[3];
+
+    if (of[0] != pos || of[1] != head || of[2] != d)
+        for (uint32_t j = 0; j < d; j++)
+            query[j] = query_at(pos, head, d, j);
+    of[0] = pos;
+    of[1] = head;
+    of[2] = d;
+    return query;
+}
+
 static double largest(const float *v, uint32_t n)
 {
     float most = 0;
@@ -271,11 +286,11 @@ static void naive_see(const world *w, naive *n, uint32_t pos, uint32_t head, uin
 {
     uint32_t     d = w->s.d, kv_head = head / (N_HEADS / N_KV);
     const float *page = w->decoded[sealed] + ((uint64_t)token / 64 * N_KV + kv_head) * 2 * 64 * d;
-    const float *k = page + token % 64 * d, *v = page + 64 * d + token % 64 * d;
+    const float *k = page + token % 64 * d, *v = page + 64 * d + token % 64 * d, *q = query_of(pos, head, d);
     double       s = 0, m, old, weight;
 
     for (uint32_t j = 0; j < d; j++)
-        s += (double)query_at(pos, head, d, j) * k[j];
+        s += (double)q[j] * k[j];
     s *= 0.25;
     m = fmax(n->m, s);
     old = exp(n->m - m);
