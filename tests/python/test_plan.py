@@ -206,6 +206,10 @@ def test_command(folder, tmp_path):
                "--kv", "compact", "--ram", "64MiB", "--cold", tmp_path, "--cold-size", "2GiB", "--json")
     facts = json.loads(done.stdout)
     assert facts["fits"] and facts["context"] == 1_000_000 and facts["cold_bytes"] > 0 and facts["kv_format"] == "compact"
+    budget = ("--hot", "16MiB", "--warm", "8MiB", "--json")
+    for tiers, memory in (("all", 24), ("hot", 16)):
+        done = run("plan", folder / "q8.hsr", "--context", "4K", *budget, "--readable-tiers", tiers, "--cold", folder)
+        assert json.loads(done.stdout)["memory_budget"] == memory * MIB
     done = run("plan", folder / "q8.hsr", "--context", "4000", "--kv", "f32", "--ram", "1MiB")
     assert done.returncode == 1 and "does not fit: short of memory" in done.stdout
     assert "--config" in fails("plan", code=2)

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 from ..errors import HisparseError, InvalidError, from_os_error
 from ..load import load
-from ..model import ISA_LEVELS, Model, check_budget
+from ..model import ISA_LEVELS, READABLE, Model, check_budget
 from ..result import Result
 from ..session import KV_FORMATS
 from ..sizes import format_size
@@ -98,6 +98,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cold", metavar="DIR", help="directory for pages that memory does not hold, best on NVMe (default: none)")
     group.add_argument("--cold-size", type=checked(check_budget), metavar="SIZE",
                        help="most that the file in it may take (default: half of what is free there)")
+    group.add_argument("--readable-tiers", choices=tuple(READABLE), default="all",
+                       help="hot: attention does not read --warm in place, pages move, as they would on a GPU (default: all)")
     group.add_argument("--kv", choices=KV_FORMATS, default="auto",
                        help="key-value format; auto is f32 for f32 models, else bf16 (default: auto)")
     group.add_argument("--profile", default="exact", metavar="NAME|FILE",
@@ -150,7 +152,7 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def open_model(args: argparse.Namespace) -> Model:
     return load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, hot=args.hot, warm=args.warm, cold=args.cold,
-                cold_size=args.cold_size, kv=args.kv, profile=args.profile, calibration=args.calibration)
+                cold_size=args.cold_size, readable_tiers=args.readable_tiers, kv=args.kv, profile=args.profile, calibration=args.calibration)
 
 
 def say(text: str) -> None:

@@ -39,7 +39,8 @@ def run(args: argparse.Namespace) -> int:
         args.model or args.config, context=args.context, sessions=args.sessions, dtype=args.dtype, kv=args.kv,
         beyond_trained=args.beyond_trained, profile=0 if args.profile == "exact" else args.profile, window_size=args.window,
         calibrated=True if args.calibration else None,
-        ram=args.ram, hot=args.hot, warm=args.warm, cold=args.cold, cold_size=args.cold_size, chunk=args.chunk,
+        ram=args.ram, hot=args.hot, warm=args.warm, cold=args.cold, cold_size=args.cold_size,
+        readable_tiers=args.readable_tiers, chunk=args.chunk,
     )
     common.write(json.dumps(asdict(found)) + "\n" if args.json else _table(found))
     return 0 if found.fits else 1
