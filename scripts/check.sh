@@ -36,6 +36,25 @@ else
     left_out+=(clang)
 fi
 
+# Not for AVX2: this emulator loads the lanes that a masked load hides, so that reads at the edge of a page fault in it alone.
+step "a processor without AVX (emulated)"
+if [ "$(uname -m)" = x86_64 ] && has qemu-x86_64; then
+    meson test -C build/werror-gcc --quiet --print-errorlogs --timeout-multiplier 10 --wrapper "qemu-x86_64 -cpu Nehalem" reference
+else
+    left_out+=(qemu-x86_64)
+fi
+
+step "aarch64 (cross-compiled, emulated)"
+if has aarch64-linux-gnu-gcc; then
+    configure build/aarch64 --cross-file tests/cross/aarch64.ini --werror
+    build build/aarch64
+    if has qemu-aarch64; then
+        meson test -C build/aarch64 --quiet --print-errorlogs --timeout-multiplier 10 container reference
+    fi
+else
+    left_out+=(aarch64-linux-gnu-gcc)
+fi
+
 step "address and undefined-behaviour sanitizers: C tests, then Python tests"
 CC=gcc configure build/asan -Dwheel=true -Dbuildtype=debugoptimized -Db_sanitize=address,undefined \
     -Dprefix="$PWD/build/asan/root" -Dpython.platlibdir=site -Dpython.purelibdir=site
@@ -56,24 +75,5 @@ build build/tsan
 # Without address randomisation: the sanitizer's fixed shadow does not fit every layout of recent kernels.
 TSAN_OPTIONS=halt_on_error=1 meson test -C build/tsan --quiet --print-errorlogs --timeout-multiplier 8 \
     --suite unit --no-suite compute --wrapper "setarch $(uname -m) -R"
-
-# Not for AVX2: this emulator loads the lanes that a masked load hides, so that reads at the edge of a page fault in it alone.
-step "a processor without AVX (emulated)"
-if [ "$(uname -m)" = x86_64 ] && has qemu-x86_64; then
-    meson test -C build/werror-gcc --quiet --print-errorlogs --timeout-multiplier 10 --wrapper "qemu-x86_64 -cpu Nehalem" reference
-else
-    left_out+=(qemu-x86_64)
-fi
-
-step "aarch64 (cross-compiled, emulated)"
-if has aarch64-linux-gnu-gcc; then
-    configure build/aarch64 --cross-file tests/cross/aarch64.ini --werror
-    build build/aarch64
-    if has qemu-aarch64; then
-        meson test -C build/aarch64 --quiet --print-errorlogs --timeout-multiplier 10 container reference
-    fi
-else
-    left_out+=(aarch64-linux-gnu-gcc)
-fi
 
 printf '\ncheck: all passed%s\n' "${left_out:+; left out for want of a tool: ${left_out[*]}}"
