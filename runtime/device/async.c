@@ -607,7 +607,8 @@ static void fill_ops(hsri_ops *ops)
         .linear = async_linear, .add = async_add, .silu_mul = async_silu_mul, .rope_append = async_rope_append, .seal = async_seal, .cluster = async_cluster,
         .attend = async_attend, .attend_fixed = async_attend_fixed, .attend_list = async_attend_list,
         .page_parts = async_page_parts, .add_masses = async_add_masses, .top_pages = async_top_pages,
-        .rotate = async_rotate, .select = async_select, .set_aside = async_set_aside, .merge = async_merge, .sample = async_sample, .check_finite = async_check_finite,
+        .rotate = async_rotate, .select = async_select, .set_aside = async_set_aside, .merge = async_merge,
+        .sample = async_sample, .check_finite = async_check_finite,
         .norm_linear = async_norm_linear, .qkv_rope_append = async_qkv_rope_append, .gate_up_silu = async_gate_up_silu,
         .linear_add = async_linear_add,
     };

@@ -658,12 +658,12 @@ static void clear_rows(const select_job *job, const pick_state *p)
     }
 }
 
-static pick_state describe_pick(const select_job *job, const hsri_seq *seqs, const hsri_sparse *settings, const hsri_pick *picks,
-                                uint32_t i)
+static pick_state describe_pick(const select_job *job, uint32_t i)
 {
-    uint32_t   seq = job->rows[picks[i].row].seq, page = job->rows[picks[i].row].pos / HSRI_PAGE_TOKENS;
-    pick_state p = { .seq = &seqs[seq], .settings = &settings[seq], .pick = i, .row = picks[i].row, .n_rows = picks[i].n_rows,
-                     .n_votes = (uint32_t)hsri_div_up(picks[i].n_rows, HSRI_PICK_STRIDE) };
+    hsri_pick  pick = job->all_picks[i];
+    uint32_t   seq = job->rows[pick.row].seq, page = job->rows[pick.row].pos / HSRI_PAGE_TOKENS;
+    pick_state p = { .seq = &job->seqs[seq], .settings = &job->settings[seq], .pick = i, .row = pick.row, .n_rows = pick.n_rows,
+                     .n_votes = (uint32_t)hsri_div_up(pick.n_rows, HSRI_PICK_STRIDE) };
     bool       index = p.seq->index_shape.kind != HSRI_INDEX_NONE;
     uint32_t   size;
 
@@ -701,12 +701,15 @@ static void run_batch(hsri_cpu_device *dev, select_job *job)
 }
 
 static select_job job_of(hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
-                         hsri_ref queries, hsri_ref rotated, hsri_ref acc, const hsri_lists *lists)
+                         hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, const hsri_lists *lists)
 {
     const uint64_t n = (uint64_t)batch->n_rows * n_heads, n_lists = (uint64_t)lists->n_picks * kv->n_kv_heads;
 
     return (select_job){
         .dev = dev, .rows = hsri_cpu_at(dev, batch->rows, batch->n_rows * sizeof(hsri_row)), .kv = kv, .layer = layer,
+        .seqs = hsri_cpu_at(dev, batch->seqs, batch->n_seqs * sizeof(hsri_seq)),
+        .settings = hsri_cpu_at(dev, sparse, batch->n_seqs * sizeof(hsri_sparse)),
+        .all_picks = hsri_cpu_at(dev, picks, lists->n_picks * sizeof(hsri_pick)),
         .queries = hsri_cpu_floats(dev, queries, n * kv->head_dim), .rotated = hsri_cpu_floats(dev, rotated, n * kv->head_dim),
         .acc = hsri_cpu_floats(dev, acc, n * (2 + kv->head_dim)),
         .units = hsri_cpu_at(dev, lists->units, n_lists * lists->stride * sizeof(uint32_t)),
@@ -721,18 +724,15 @@ static void cpu_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
                        hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, hsri_ref scratch,
                        const hsri_lists *lists)
 {
-    hsri_cpu_device   *dev = (hsri_cpu_device *)q->dev;
-    const hsri_seq    *seqs = hsri_cpu_at(dev, batch->seqs, batch->n_seqs * sizeof *seqs);
-    const hsri_sparse *settings = hsri_cpu_at(dev, sparse, batch->n_seqs * sizeof *settings);
-    const hsri_pick   *all = hsri_cpu_at(dev, picks, lists->n_picks * sizeof *all);
-    select_job         job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, acc, lists);
+    hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
+    select_job       job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, acc, sparse, picks, lists);
 
     for (uint32_t i = 0; i < lists->n_picks;) {
         uint32_t n_votes = 0, max_pages = 0;
         bool     clusters = false;
 
         for (job.n_picks = 0; i < lists->n_picks; i++) {
-            pick_state p = describe_pick(&job, seqs, settings, all, i);
+            pick_state p = describe_pick(&job, i);
 
             if (n_votes + p.n_votes > BATCH_VOTES)
                 break;
@@ -752,15 +752,12 @@ static void cpu_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
 static void cpu_set_aside(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                           hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, const hsri_lists *lists)
 {
-    hsri_cpu_device   *dev = (hsri_cpu_device *)q->dev;
-    const hsri_seq    *seqs = hsri_cpu_at(dev, batch->seqs, batch->n_seqs * sizeof *seqs);
-    const hsri_sparse *settings = hsri_cpu_at(dev, sparse, batch->n_seqs * sizeof *settings);
-    const hsri_pick   *all = hsri_cpu_at(dev, picks, lists->n_picks * sizeof *all);
-    select_job         job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, acc, lists);
+    hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
+    select_job       job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, acc, sparse, picks, lists);
 
     for (uint32_t i = 0; i < lists->n_picks;) {
         for (job.n_picks = 0; i < lists->n_picks && job.n_picks < BATCH_VOTES; i++) {
-            pick_state p = describe_pick(&job, seqs, settings, all, i);
+            pick_state p = describe_pick(&job, i);
 
             p.n_segments = 0;       /* scores are those of whole units, whatever clusters said of their tokens */
             if (p.virtual_tokens)

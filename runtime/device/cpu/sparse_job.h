@@ -33,6 +33,9 @@ typedef struct pick_state {
 typedef struct select_job {
     const hsri_cpu_device *dev;
     const hsri_row    *rows;
+    const hsri_seq    *seqs;
+    const hsri_sparse *settings;    /* of each sequence */
+    const hsri_pick   *all_picks;   /* of the call */
     const hsri_kv_view *kv;
     const float       *queries, *rotated, *acc;
     uint32_t          *units, *counts;
