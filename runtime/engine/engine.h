@@ -84,7 +84,7 @@ struct hsr_session {
     hsr_status status;            /* sticky failure: the cache holds values that must not be used */
     hsr_error  error;             /* text of the last failure */
     uint64_t   n_failures;        /* failures and cancellations: blocked calls compare it */
-    bool       untold;            /* work failed in a step of other sessions: the next call that would wait for it tells */
+    bool       untold;            /* work failed or was cancelled while nobody waited: the next call that would wait for it tells */
     bool       cancel;
 
     hsr_capture capture;          /* n 0: none */

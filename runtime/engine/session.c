@@ -560,12 +560,16 @@ void hsri_session_apply_cancel(hsr_session *s)
     if (!s->request.active && !hsri_session_has_work(s))
         return;
     s->n_tokens = hsri_min(s->n_tokens, hsri_max(s->n_computed, s->kept_end));
+    s->untold = !s->request.active;     /* perhaps nobody waits yet */
     hsri_fail(&s->error, HSR_E_CANCELLED, "cancelled");
     stop_work(s, HSR_E_CANCELLED);
 }
 
+/* What begins after the call is not cancelled, even if a step of others is still under way. */
 void hsri_session_cancel(hsr_session *s)
 {
+    if (!s->request.active && !hsri_session_has_work(s))
+        return;
     s->cancel = true;
     if (!s->engine->stepping)
         hsri_session_apply_cancel(s);

@@ -112,19 +112,20 @@ static void tell_round(const round_state *r)
             disk_names[r->disk], (unsigned long long)r->disk_rate, (unsigned long long)r->disk_from, (unsigned long long)r->disk_count);
 }
 
-/* The end: what was found, in which round, and all that was done to the session. Other threads are still at work. */
+/* The end: all that was done to the session, in which round, and last, as logs are read from their end, what was found. Other threads are
+ * still at work. */
 __attribute__((noreturn, format(printf, 3, 4))) static void found(const round_state *r, const script *s, const char *format, ...)
 {
     va_list args;
+    if (s)
+        fprintf(stderr, "\nthe session: kv %d, window %d, sink %d, rollback %d, profile %d, index %d\n%s", s->opts.kv_format, s->opts.window_size,
+                s->opts.sink_size, s->opts.rollback_tokens, s->opts.profile, s->opts.index_kind, s->story ? s->story : "");
+    tell_round(r);
+    fprintf(stderr, "FOUND: ");
     va_start(args, format);
-    fprintf(stderr, "\nFOUND: ");
     vfprintf(stderr, format, args);
     va_end(args);
     fputc('\n', stderr);
-    tell_round(r);
-    if (s)
-        fprintf(stderr, "the session: kv %d, window %d, sink %d, rollback %d, profile %d, index %d\n%s", s->opts.kv_format, s->opts.window_size,
-                s->opts.sink_size, s->opts.rollback_tokens, s->opts.profile, s->opts.index_kind, s->story ? s->story : "");
     fflush(stderr);
     _exit(1);
 }

@@ -493,6 +493,15 @@ static void test_cancel(hsr_model *m)
     OK(hsr_session_get_stats(s, &st, &err));
     CHECK(st.n_computed == 64 && st.n_tokens == 64);
 
+    /* Cancelled while nobody waits: whoever waits next is told, once. */
+    float row[TINY_VOCAB];
+    CHECK(hsr_session_prefill(s, NULL, NULL, &err) == HSR_E_CANCELLED && strstr(err.message, "cancelled"));
+    OK(hsr_session_prefill(s, NULL, NULL, &err));
+    OK(hsr_session_append(s, ids, 10, &err));
+    OK(hsr_session_cancel(s, &err));
+    OK(hsr_session_logits(s, ids, 1, row, TINY_VOCAB, &err));
+    OK(hsr_session_truncate(s, 64, &err));
+
     OK(hsr_session_append(s, ids + 64, 236, &err));
     OK(hsr_session_generate(s, &r, &err));
     hsr_event ev = { .struct_size = sizeof ev };
@@ -515,6 +524,37 @@ static void test_cancel(hsr_model *m)
     OK(hsr_session_generate(s, &r, &err));   /* usable again; destroyed in the middle of a request */
     OK(hsr_session_next(s, &ev, &err));
     OK(hsr_session_destroy(&s, &err));
+    free(ids);
+    end(e);
+}
+
+static void *prefill_thread(void *arg)
+{
+    hsr_error e = HSR_ERROR_INIT;
+    return (void *)(intptr_t)hsr_session_prefill(arg, NULL, NULL, &e);
+}
+
+/* A cancel that comes while other sessions are in a step ends what the session does then, and nothing that begins later. */
+static void test_cancel_before_work(hsr_model *m)
+{
+    hsr_engine *e = engine_with(m, 64, 1, 0, 0);
+    hsr_session *s = session_with(e, 0, HSR_KV_AUTO), *other = session_with(e, 0, HSR_KV_AUTO);
+    int32_t *ids = some_ids(4000);
+    pthread_t thread;
+    void *st = NULL;
+
+    OK(hsr_session_append(other, ids, 4000, &err));
+    CHECK(pthread_create(&thread, NULL, prefill_thread, other) == 0);
+    for (int i = 0; i < 20; i++) {
+        usleep(1000);
+        OK(hsr_session_cancel(s, &err));
+        OK(hsr_session_append(s, ids, 1, &err));
+        OK(hsr_session_prefill(s, NULL, NULL, &err));
+    }
+    pthread_join(thread, &st);
+    CHECK((intptr_t)st == HSR_OK);
+    OK(hsr_session_destroy(&s, &err));
+    OK(hsr_session_destroy(&other, &err));
     free(ids);
     end(e);
 }
@@ -679,6 +719,7 @@ int main(void)
     test_nonfinite(NAN);
     test_nonfinite(INFINITY);
     test_cancel(m);
+    test_cancel_before_work(m);
     test_step(m);
     test_threads(m);
     test_busy(m);

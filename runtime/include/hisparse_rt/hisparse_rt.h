@@ -500,8 +500,9 @@ HSR_API hsr_status hsr_session_logits(hsr_session *session, const int32_t *ids, 
  *  @since 0.1  @threads session  @blocks while computing  @alloc no */
 HSR_API hsr_status hsr_session_prefill(hsr_session *session, int32_t (*progress)(void *user, uint64_t done, uint64_t total), void *user, hsr_error *err);
 
-/** End the work of a session at the next step: the running request gets a FAILED event with HSR_E_CANCELLED, tokens that
- *  were appended but not computed are dropped. The session stays usable.
+/** End the work that a session has now, at the end of a step under way: the running request gets a FAILED event with
+ *  HSR_E_CANCELLED; tokens that were appended but not computed are dropped, and the call that waits for them, or the next one
+ *  that would, returns HSR_E_CANCELLED. Without work nothing happens. The session stays usable.
  *  @since 0.1  @threads any  @blocks no  @alloc no */
 HSR_API hsr_status hsr_session_cancel(hsr_session *session, hsr_error *err);
 
