@@ -95,6 +95,24 @@ def test_json_on_standard_output_and_a_batch(path) -> None:
     assert {"kv": "bf16", "chunk": 512, "isa": "auto"}.items() <= json.loads(done.stdout)["options"].items()
 
 
+def test_a_prompt_is_computed_once_and_used_again(path, tmp_path) -> None:
+    saved = tmp_path / "long.hsrsave"
+    done = run("bench", path, "--depths", "100", "--decode-tokens", 3, "--save", saved, "--json", "-")
+    written = json.loads(done.stdout)
+    assert written["repeats"] == 1 and written["rows"][0]["details"]["save_seconds"] > 0 and saved.stat().st_size > 0
+    done = run("bench", path, "--restore", saved, "--decode-tokens", 3, "--repeats", 2, "--batch", 2, "--json", "-")
+    assert "ours, 100 tokens: decode" in done.stderr and "prefill" not in done.stderr, done.stderr
+    found = json.loads(done.stdout)["rows"]
+    assert [(row["work"], row["depth"], row["batch"]) for row in found] == [("decode", 100, 1), ("decode", 100, 2)]
+    for row in found:
+        assert row["ours"] > 0 and row["details"]["restore_seconds"] > 0 and row["details"]["first_step_seconds"] > 0
+        assert row["details"]["session"]["n_computed"] >= 103 and row["details"]["session"]["prefill_tokens"] <= 1
+
+    saved.write_bytes(saved.read_bytes()[:-4097])
+    done = run("bench", path, "--restore", saved)
+    assert done.returncode == 1 and "long.hsrsave" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
 def test_bounds_are_what_was_measured_over_what_was_counted(path) -> None:
     """From the report alone: the ceilings it states and the work counted by hand."""
     written = json.loads(run("bench", path, "--depths", "100", "--repeats", 1, "--decode-tokens", 9, "--json", "-").stdout)
@@ -114,6 +132,8 @@ def test_bounds_are_what_was_measured_over_what_was_counted(path) -> None:
     (("--repeats", "0"), "--repeats"), (("--batch", "1"), "--batch"), (("--limit", "0"), "--limit"), (("--budget", "x"), "--budget"),
     (("--peers", "ollama"), "'ollama' is no peer; known are llama.cpp, openvino"), (("--peers", "openvino,openvino"), "twice"),
     (("--peers", "openvino"), "--peer-model"), (("--peer-python", "openvino"), "PEER=INTERPRETER"),
+    (("--restore", "f", "--fill", "synthetic"), "--restore takes the place"), (("--restore", "f", "--depths", "8"), "--restore takes the place"),
+    (("--save", "f"), "one depth"), (("--save", "f", "--depths", "8,16"), "one depth"), (("--save", "f", "--context", "8", "--batch", "2"), "one"),
     (("--peer-python", "vllm=/usr/bin/python3"), "'vllm' is no peer"), (("--peer-python", "openvino=python3"), "--peers does not"),
 ])  # fmt: skip
 def test_wrong_usage(arguments, text) -> None:

@@ -30,6 +30,10 @@ class Options:
     generate: dict[str, Any] = field(default_factory=dict)
     fill: bool = False
     """Only the start of a context is computed, the rest is sampled from it: Session.fill."""
+    save: str | None = None
+    """Where the session is written to before it decodes."""
+    restore: str | None = None
+    """A file of Session.save to begin with, in place of a prompt."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,12 @@ class Point:
 def make(model: str, ids: npt.NDArray[np.int32], point: Point, options: Options) -> dict[str, Any]:
     """The job for a measuring process. No prompt begins like another or like the warm-up: some programs keep what they computed."""
     n_warm_up = min(point.depth, _WARM_UP_TOKENS)
-    n_computed = min(point.depth, COMPUTED_TOKENS) if options.fill else point.depth
+    n_computed = 0 if options.restore else min(point.depth, COMPUTED_TOKENS) if options.fill else point.depth
     rotations = [np.roll(ids, -i * (len(ids) // (point.batch + 1))).tolist() for i in range(point.batch + 1)]
     return {
         "model": model, "prompts": [ids_[:n_computed] for ids_ in rotations[:-1]], "warm_up": rotations[-1][:n_warm_up],
-        "fill": point.depth - n_computed, "decode_tokens": options.decode_tokens, "threads": options.threads,
+        "fill": 0 if options.restore else point.depth - n_computed, "restore": options.restore, "save": options.save,
+        "depth": point.depth, "decode_tokens": options.decode_tokens, "threads": options.threads,
         "engine": options.engine, "session": options.session, "generate": options.generate,
     }
 

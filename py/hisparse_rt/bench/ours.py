@@ -21,33 +21,61 @@ def probe() -> dict[str, Any]:
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Options for `load`, `Model.session` and `Session.generate` are in the job under these names."""
-    prompts, steps = job["prompts"], job["decode_tokens"]
-    options = {"context": len(prompts[0]) + job["fill"] + steps + 1} | job["session"]
+    options = {"context": job["depth"] + job["decode_tokens"] + 1} | job["session"]
     with load(job["model"], threads=job["threads"], **job["engine"]) as model:
         _warm_up(model, job["warm_up"], options)
-        sessions = [model.session(**options) for _ in prompts]
-        began = time.perf_counter()
-        for session, prompt in zip(sessions, prompts, strict=True):
-            session.append(prompt)
-            session.prefill()
-        prefill = time.perf_counter() - began
-        began = time.perf_counter()
-        for seed, session in enumerate(sessions):
-            if job["fill"]:
-                session.fill(job["fill"], seed)
-        fill = time.perf_counter() - began
-        seconds = _decode(sessions, steps, job["generate"])
+        make = _restore if job["restore"] else _compute
+        sessions, details = make(model, job, options)
+        if job["save"]:
+            with _Clock() as clock:
+                sessions[0].save(job["save"])
+            details["save_seconds"] = clock.seconds
+        first, seconds = _decode(sessions, job["decode_tokens"], job["generate"])
         stats = [session.stats() for session in sessions]
+        computed = len(sessions) * (job["depth"] - job["fill"])
         return {
-            "prefill": len(prompts) * len(prompts[0]) / prefill, "decode": len(prompts) * steps / sum(seconds),
+            "prefill": computed / details["prefill_seconds"] if details["prefill_seconds"] else None,
+            "decode": len(sessions) * job["decode_tokens"] / sum(seconds),
             "kv": stats[0].kv_format, "kv_bytes": sum(one.kv_bytes for one in stats),
-            "details": {
+            "details": details | {
+                "first_step_seconds": first,
                 "step_seconds_p99": sorted(seconds)[min(len(seconds) - 1, round(0.99 * len(seconds)))],
                 "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-                "fill_tokens_per_second": len(prompts) * job["fill"] / fill if job["fill"] else None,
                 "session": _plain(stats[0]), "engine": _plain(model.stats()),
             },
         }
+
+
+class _Clock:
+    """Seconds inside a `with` block."""
+
+    def __enter__(self) -> _Clock:
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.perf_counter() - self._began
+
+
+def _compute(model: Model, job: dict[str, Any], options: dict[str, Any]) -> tuple[list[Session], dict[str, Any]]:
+    prompts = job["prompts"]
+    sessions = [model.session(**options) for _ in prompts]
+    with _Clock() as prefill:
+        for session, prompt in zip(sessions, prompts, strict=True):
+            session.append(prompt)
+            session.prefill()
+    with _Clock() as fill:
+        for seed, session in enumerate(sessions):
+            if job["fill"]:
+                session.fill(job["fill"], seed)
+    rate = len(prompts) * job["fill"] / fill.seconds if job["fill"] else None
+    return sessions, {"prefill_seconds": prefill.seconds, "fill_tokens_per_second": rate}
+
+
+def _restore(model: Model, job: dict[str, Any], options: dict[str, Any]) -> tuple[list[Session], dict[str, Any]]:
+    with _Clock() as clock:
+        sessions = [model.restore(job["restore"], **options) for _ in job["prompts"]]
+    return sessions, {"prefill_seconds": None, "restore_seconds": clock.seconds}
 
 
 def _plain(stats: Any) -> dict[str, Any]:
@@ -61,18 +89,17 @@ def _warm_up(model: Model, ids: list[int], options: dict[str, Any]) -> None:
         session.generate(max_tokens=2, ignore_eos=True)
 
 
-def _decode(sessions: list[Session], steps: int, options: dict[str, Any]) -> list[float]:
-    """Seconds of each of `steps` steps, after one that is not counted."""
+def _decode(sessions: list[Session], steps: int, options: dict[str, Any]) -> tuple[float, list[float]]:
+    """Seconds of the first step, which reads what was never read before, and of each of `steps` more."""
     streams = [session.generate(stream=True, max_tokens=steps + 1, ignore_eos=True, **options) for session in sessions]
-    _advance(streams, 1)
     seconds = []
-    for step in range(steps):
-        began = time.perf_counter()
-        _advance(streams, step + 2)
-        seconds.append(time.perf_counter() - began)
+    for step in range(steps + 1):
+        with _Clock() as clock:
+            _advance(streams, step + 1)
+        seconds.append(clock.seconds)
     for stream in streams:
         stream.close()
-    return seconds
+    return seconds[0], seconds[1:]
 
 
 def _advance(streams: list[Stream], n_tokens: int) -> None:

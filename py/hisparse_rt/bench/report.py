@@ -27,7 +27,7 @@ def step_bytes(shape: Shape, samples: Samples, point: Point, options: Options) -
 def rows(shape: Shape, samples: Samples, points: list[Point], peers: list[str], options: Options, ceilings: Ceilings | None) -> list[Row]:
     """One for prefill and one for decode at each depth; where sessions decode together, decode alone."""
     found = []
-    for work in ("decode",) if options.fill else ("prefill", "decode"):
+    for work in ("decode",) if options.fill or options.restore else ("prefill", "decode"):
         for point in points:
             if work == "decode" or point.batch == 1:
                 found.append(_row(work, point, shape, samples, peers, _bound(work, point, shape, samples, options, ceilings)))

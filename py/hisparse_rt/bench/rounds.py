@@ -79,7 +79,8 @@ class Rounds:
             return self._skip(program, point, label, str(error))
         self._seconds[program.name, point] = seconds = time.monotonic() - began
         self.samples.runs[program.name, point].append(result)
-        self._say(f"{label}: prefill {result['prefill']:.1f} tok/s, decode {result['decode']:.1f} tok/s, {seconds:.1f} s")
+        prefill = "" if result["prefill"] is None else f"prefill {result['prefill']:.1f} tok/s, "
+        self._say(f"{label}: {prefill}decode {result['decode']:.1f} tok/s, {seconds:.1f} s")
 
     def _limit(self) -> tuple[float | None, str]:
         """Seconds the next measurement may take, and the option that says so."""

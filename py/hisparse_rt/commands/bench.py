@@ -48,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=common.whole(1), metavar="N", help="one depth: the same as --depths N --beyond-trained")
     parser.add_argument("--fill", choices=["synthetic"],
                         help="compute only the first 8192 tokens of a depth and sample the keys and values of the others from them")
+    parser.add_argument("--save", metavar="FILE", help="write the session to FILE before it decodes: one depth, by default one round without limit")
+    parser.add_argument("--restore", metavar="FILE", help="begin with a saved session in place of a prompt; its length is the depth")
     parser.add_argument("--decode-tokens", type=common.whole(2), default=32, metavar="N",
                         help="tokens to decode at each depth, at least 2 (default: %(default)s)")
     parser.add_argument("--batch", type=common.whole(2, 1024), metavar="N", help="also decode with N sessions at a time")
@@ -66,10 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_rounds(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("time")
-    group.add_argument("--repeats", type=common.whole(1), default=3, metavar="N",
-                       help="rounds of measurements; medians are reported (default: %(default)s)")
-    group.add_argument("--limit", type=common.real(0, above=True), default=300.0, metavar="SECONDS",
-                       help="leave out a measurement that takes longer (default: %(default)g)")
+    group.add_argument("--repeats", type=common.whole(1), metavar="N",
+                       help="rounds of measurements; medians are reported (default: 3, with --save 1)")
+    group.add_argument("--limit", type=common.real(0, above=True), metavar="SECONDS",
+                       help="leave out a measurement that takes longer (default: 300, with --save none)")
     group.add_argument("--budget", type=common.real(0, above=True), metavar="SECONDS",
                        help="end with what was measured by then (default: none)")
 
@@ -90,14 +92,16 @@ def run(args: argparse.Namespace) -> int:
     pythons = _check(args)
     if args.context is not None:
         args.depths, args.beyond_trained = [args.context], True
+    args.repeats = args.repeats or (1 if args.save else 3)
     with _open(args) as model:
         shape, stats, facts = bounds.shape_of(model), model.stats(), _facts(model, args)
-        depths = _fitting(model, args)
-        ids = job.prompt(model, min(max(depths), job.COMPUTED_TOKENS) + 1 if args.fill else max(depths) + 1, args.text)
+        depths = [_saved_length(model, args)] if args.restore else _fitting(model, args)
+        n_ids = min(max(depths), job.COMPUTED_TOKENS) if args.fill or args.restore else max(depths)
+        ids = job.prompt(model, n_ids + 1, args.text)
         source = os.fsdecode(model.file)
     points = [Point(depth, batch) for depth in depths for batch in (1, args.batch) if batch]
     options = Options(args.decode_tokens, stats.n_threads, _engine(args), {"beyond_trained": args.beyond_trained},
-                      fill=args.fill is not None)
+                      fill=args.fill is not None, save=_absolute(args.save), restore=_absolute(args.restore))
     common.say(f"{facts['arch']} {facts['dtype']}, {facts['parameters'] / 1e6:.0f}M parameters; {stats.isa}, {stats.n_threads} threads; "
                f"median of {args.repeats}; load average {facts['load_average'][0]:.1f}")
     ours, peers = programs.ours(source), _find_peers(args, pythons)
@@ -112,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         if machine is not None and n_bytes is not None:
             machine.measure(n_bytes)
 
-    samples = Rounds([ours, *peers], points, args.repeats, Limits(args.limit, args.budget), measure, common.say, after).run()
+    samples = Rounds([ours, *peers], points, args.repeats, _limits(args), measure, common.say, after).run()
     reason = failed_entirely(samples)
     if reason is not None:
         raise MeasureError(f"nothing was measured: {reason}")
@@ -125,6 +129,25 @@ def run(args: argparse.Namespace) -> int:
         "skipped": samples.skipped, "rows": found,
     })
     return 0
+
+
+def _limits(args: argparse.Namespace) -> Limits:
+    return Limits(args.limit or (None if args.save else 300.0), args.budget)
+
+
+def _absolute(name: str | None) -> str | None:
+    return None if name is None else os.path.abspath(name)
+
+
+def _saved_length(model: Model, args: argparse.Namespace) -> int:
+    """Tokens of the session in --restore FILE, which is found damaged, or of another model, before anything is measured."""
+    with model.restore(args.restore, beyond_trained=True) as session:
+        n: int = session.stats().n_tokens
+    trained = model.info.context_length
+    if not args.beyond_trained and n + args.decode_tokens + 1 > trained:
+        raise ContextError(f"{args.restore} has {n} tokens; with {args.decode_tokens} more they pass the {trained} tokens the model was trained "
+                           "for; --beyond-trained allows it")
+    return n
 
 
 def _show(text: str) -> None:
@@ -140,6 +163,10 @@ def _check(args: argparse.Namespace) -> dict[str, str]:
         args.usage_error("give --context or --depths, not both")
     if args.fill and args.peers:
         args.usage_error("--fill is for our own program: the others would have to compute the whole context")
+    if args.restore and (args.fill or args.depths or args.context or args.text or args.peers or args.save):
+        args.usage_error("--restore takes the place of a prompt: it goes without --fill, --depths, --context, --text, --peers and --save")
+    if args.save and (len(args.depths or []) + (args.context is not None) != 1 or args.batch):
+        args.usage_error("--save writes one session: give it one depth, and no --batch")
     if args.peers and args.peer_model is None:
         args.usage_error("--peers needs --peer-model: a GGUF file of the same weights")
     for name, python in pythons.items():
@@ -150,7 +177,7 @@ def _check(args: argparse.Namespace) -> dict[str, str]:
         raise FileMissingError(f"{args.peer_model}: no such file", sys_code=2)
     if args.plot is not None:
         plot.check(args.plot)
-    for name in (args.json, args.plot):
+    for name in (args.json, args.plot, args.save):
         if name not in (None, "-"):
             common.check_output(name, sources=_sources(args))
     return pythons
