@@ -298,6 +298,15 @@ static hsr_status cut_cache(hsr_session *s, uint64_t n, hsr_error *err)
     return HSR_OK;
 }
 
+/* Cut to n tokens, which the next request must be able to go on from: it computes the last of them once more. */
+static hsr_status cut_to_go_on(hsr_session *s, uint64_t n, hsr_error *err)
+{
+    if (n > 0 && hsri_cache_truncates_too_far(s->cache, n - 1))
+        return hsri_fail(err, HSR_E_STATE, "truncate from %llu to %llu tokens: at most %d (rollback_tokens) can be taken back",
+                         (unsigned long long)s->n_computed, (unsigned long long)n, s->opts.rollback_tokens);
+    return cut_cache(s, n, err);
+}
+
 hsr_status hsri_session_truncate(hsr_session *s, uint64_t n, hsr_error *err)
 {
     if (s->request.active)
@@ -305,7 +314,7 @@ hsr_status hsri_session_truncate(hsr_session *s, uint64_t n, hsr_error *err)
     if (n > s->n_tokens)
         return hsri_fail(err, HSR_E_INVALID, "truncate to %llu tokens, but the session has %llu", (unsigned long long)n, (unsigned long long)s->n_tokens);
     if (n < s->n_computed)
-        HSRI_TRY(cut_cache(s, n, err));
+        HSRI_TRY(cut_to_go_on(s, n, err));
     else if (n == s->n_computed)
         drop_prepared(s);
     else

@@ -373,8 +373,8 @@ hsr_status hsri_cache_commit(hsri_cache *cache, uint64_t n_tokens, hsr_error *er
 
 /* ---- truncate ---- */
 
-/* Would a query at position n_tokens, or the cut page, need a plain copy that was given up? */
-static bool needs_lost_plain(const hsri_cache *cache, uint64_t n_tokens)
+/* A query at position n_tokens, or the cut page, would need a plain copy that was given up. */
+bool hsri_cache_truncates_too_far(const hsri_cache *cache, uint64_t n_tokens)
 {
     uint64_t plain_from = hsri_encoded_end(&cache->opts, n_tokens / HSRI_PAGE_TOKENS, cache->opts.window_pages);
     return hsri_seals_apart(&cache->opts) && plain_from < hsri_min(cache->sealed, hsri_pages_of(n_tokens));
@@ -409,7 +409,7 @@ hsr_status hsri_cache_truncate(hsri_cache *cache, uint64_t n_tokens, hsr_error *
     if (n_tokens > cache->prepared)
         return hsri_fail(err, HSR_E_INVALID, "truncate to %llu tokens: there are %llu", (unsigned long long)n_tokens,
                          (unsigned long long)cache->prepared);
-    if (needs_lost_plain(cache, n_tokens))
+    if (hsri_cache_truncates_too_far(cache, n_tokens))
         return hsri_fail(err, HSR_E_STATE, "truncate from %llu to %llu tokens: at most %llu (rollback_tokens) can be taken back",
                          (unsigned long long)cache->committed, (unsigned long long)n_tokens,
                          (unsigned long long)cache->opts.rollback_tokens);

@@ -123,6 +123,9 @@ hsr_status hsri_cache_prepare(hsri_cache *cache, hsri_queue *q, uint64_t n_token
 /* The step that computed positions below n_tokens has completed: its queue was waited on and reported no failure. */
 hsr_status hsri_cache_commit(hsri_cache *cache, uint64_t n_tokens, hsr_error *err);
 
+/* Does truncating to n_tokens go further back than allowed? */
+bool hsri_cache_truncates_too_far(const hsri_cache *cache, uint64_t n_tokens);
+
 /* Forget positions from n_tokens on: pages go back, a cut page is open again. Needs no memory and no device. Any n_tokens up to
  * the prepared length with a plain format without tiers; otherwise within the rollback distance, or so far back that only the
  * sink is left (0 always works): HSR_E_STATE otherwise, and nothing has changed. Reservations are kept up to n_tokens

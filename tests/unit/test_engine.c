@@ -239,6 +239,41 @@ static void test_history(hsr_model *m)
     end(e);
 }
 
+/* Whatever length a session can be cut to, a request can go on from; and what is promised can be cut. */
+static void test_cut_and_go_on(hsr_model *m)
+{
+    enum { N = 909, ROLLBACK = 19 };
+    hsr_engine *e = engine_with(m, 64, 2, 0, 0);
+    hsr_session_opts so;
+    hsr_session *s, *cut;
+    hsr_request r = request_of(1, 0, 0);
+    int32_t *ids = some_ids(N);
+    int refused = 0;
+
+    hsr_session_opts_init(&so, sizeof so);
+    so.kv_format = HSR_KV_INT8;
+    so.window_size = 192;
+    so.rollback_tokens = ROLLBACK;
+    OK(hsr_session_create(e, &so, &s, &err));
+    OK(hsr_session_append(s, ids, N, &err));
+    OK(hsr_session_prefill(s, NULL, NULL, &err));
+    for (uint64_t n = 0; n < N; n++) {
+        OK(hsr_session_fork(s, &cut, &err));
+        const hsr_status st = hsr_session_truncate(cut, n, &err);
+        CHECK(st == HSR_OK || (st == HSR_E_STATE && n > 0 && n < N - ROLLBACK && strstr(err.message, "at most 19")));
+        refused += st == HSR_E_STATE;
+        if (n > 0 && st == HSR_OK) {
+            OK(hsr_session_generate(cut, &r, &err));
+            CHECK(drain(cut).n == 1);
+        }
+        OK(hsr_session_destroy(&cut, &err));
+    }
+    CHECK(refused > 300);
+    OK(hsr_session_destroy(&s, &err));
+    free(ids);
+    end(e);
+}
+
 /* A request that goes on from a computed prompt equals one that computes it. */
 static void test_continue(hsr_model *m)
 {
@@ -710,6 +745,7 @@ int main(void)
     test_seeds(m);
     test_rounding(m);
     test_history(m);
+    test_cut_and_go_on(m);
     test_continue(m);
     test_context(m);
     test_tokens(m);
