@@ -12,6 +12,7 @@ import numpy.typing as npt
 from .checks import integer
 from .errors import ContextError, HisparseError, InvalidError, NoSpaceError
 from .ids import Ids, as_ids
+from .prompt_cache import Path, cached_session
 from .request import RequestOptions, Sampling, SamplingOptions
 from .result import Result
 from .session import finished
@@ -43,7 +44,7 @@ def generate(
 def generate(
     model: Model, prompt: Any, *, stream: bool = False, return_details: bool = False, return_exceptions: bool = False,
     context: int | None = None, kv: str | None = None, beyond_trained: bool = False, progress: Progress | None = None,
-    seed: int | Sequence[int] | None = None, **options: Any,
+    prompt_cache: Path | None = None, seed: int | Sequence[int] | None = None, **options: Any,
 ) -> Any:
     """Continue a prompt, or each of a list of prompts computed together.
 
@@ -55,6 +56,8 @@ def generate(
     context            session length in tokens; None takes prompt + max_tokens, at most the trained length
     kv, beyond_trained see `Model.session`
     progress           called with (tokens done, tokens to do) while a long prompt is computed
+    prompt_cache       a file that keeps the computed prompt. A later prompt computes only what follows the beginning they share, and the
+                       file then holds the later one. For one prompt; see `Session.save` for what the file holds
     seed               one for all prompts, or a list with one for each
     other options      see `Sampling`; greedy unless a temperature is given
 
@@ -65,10 +68,12 @@ def generate(
     """
     session_options = {"context": context, "kv": kv, "beyond_trained": beyond_trained}
     if _is_single(prompt):
-        running = start(model, prompt, progress=progress, seed=seed, **session_options, **options)  # type: ignore[arg-type]
+        running = start(model, prompt, progress=progress, seed=seed, prompt_cache=prompt_cache, **session_options, **options)  # type: ignore[arg-type]
         return finished(running, stream, return_details)
     if stream:
         raise InvalidError("stream=True takes one prompt, not a list")
+    if prompt_cache is not None:
+        raise InvalidError("prompt_cache takes one prompt, not a list")
     prompts = list(prompt)
     seeds = _seeds(seed, len(prompts))
     batch = _Batch(model, prompts, [Sampling(seed=seeds[i], **options) for i in range(len(prompts))], session_options, progress)
@@ -78,11 +83,12 @@ def generate(
 
 def start(
     model: Model, prompt: str | Ids, *, context: int | None = None, kv: str | None = None, beyond_trained: bool = False,
-    progress: Progress | None = None, **options: Unpack[SamplingOptions],
+    progress: Progress | None = None, prompt_cache: Path | None = None, **options: Unpack[SamplingOptions],
 ) -> Stream:
     """A `Stream` over a session of its own."""
     sampling = Sampling(**options)
-    return _start(model, prompt_ids(model, prompt), sampling, {"context": context, "kv": kv, "beyond_trained": beyond_trained}, progress)
+    session_options = {"context": context, "kv": kv, "beyond_trained": beyond_trained}
+    return _start(model, prompt_ids(model, prompt), sampling, session_options, progress, prompt_cache)
 
 
 def prompt_ids(model: Model, prompt: str | Ids) -> npt.NDArray[np.int32]:
@@ -95,12 +101,15 @@ def prompt_ids(model: Model, prompt: str | Ids) -> npt.NDArray[np.int32]:
 
 
 def _start(
-    model: Model, ids: npt.NDArray[np.int32], sampling: Sampling, session_options: dict[str, Any], progress: Progress | None
+    model: Model, ids: npt.NDArray[np.int32], sampling: Sampling, session_options: dict[str, Any], progress: Progress | None,
+    prompt_cache: Path | None = None,
 ) -> Stream:
     length = _check_context(model, len(ids), sampling, session_options)
-    session = model.session(**{**session_options, "context": length})
+    options = {**session_options, "context": length}
+    session = model.session(**options) if prompt_cache is None else cached_session(model, ids, prompt_cache, options, progress)
     try:
-        session._append(ids)
+        if prompt_cache is None:
+            session._append(ids)
         return Stream(session, sampling, model._detokenizer(), owns_session=True, report=progress)
     except BaseException:
         session.close()

@@ -2,6 +2,7 @@
 """How to sample: the options of one request."""
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -44,6 +45,7 @@ class RequestOptions(SamplingOptions, total=False):
     kv: str | None
     beyond_trained: bool
     progress: Callable[[int, int], object] | None
+    prompt_cache: str | bytes | os.PathLike[Any] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

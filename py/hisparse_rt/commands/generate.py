@@ -21,6 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="the prompt (default: read from standard input)")
     parser.add_argument("--system", metavar="TEXT", help="system prompt for the chat template")
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the model's chat template")
+    parser.add_argument("--prompt-cache", metavar="FILE",
+                        help="keep the computed prompt in FILE: another prompt that begins alike, such as another question about the same "
+                             "document, computes only what differs")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of streaming")
     common.add_sampling(parser, max_tokens=256)
     common.add_context(parser, "prompt and --max-tokens, at most the trained length")
@@ -35,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     with common.open_model(args) as model, progress.bar("reading the prompt", "tok") as report:
         stream = start(
             model, prompt if args.raw else model.chat_ids(prompt, system=args.system), progress=report, context=args.context,
-            beyond_trained=args.beyond_trained, **common.sampling_options(args),
+            beyond_trained=args.beyond_trained, prompt_cache=args.prompt_cache, **common.sampling_options(args),
         )
         with stream:
             for piece in stream:
