@@ -90,7 +90,7 @@ def plan(
     for name, value in (pages | {name: value for name, value in given.items() if value is not None}).items():
         setattr(session, name, integer(name, value, 0, _INT32_MAX))
     result = new_struct("hsr_plan_result")
-    count = integer("sessions", sessions, 1, (1 << 32) - 1)
+    count = integer("sessions", sessions, 1, 65536)
     call(lib.hsr_plan, info, options, session, count, result)
     values = {field.name: getattr(result, field.name) for field in fields(Plan) if hasattr(result, field.name)}
     f32 = info.weight_dtype == lib.HSR_DTYPE_F32

@@ -9,7 +9,6 @@
 
 #define MAX_THREADS  1024
 #define MAX_CHUNK    4096
-#define MAX_SESSIONS 65536
 
 void hsr_engine_opts_init(hsr_engine_opts *opts, uint32_t struct_size)
 {
@@ -25,7 +24,7 @@ hsr_status hsri_check_engine_opts(const hsr_engine_opts *o, hsr_error *err)
     HSRI_TRY(hsri_in_range("n_threads", o->n_threads, 0, MAX_THREADS, err));
     HSRI_TRY(hsri_in_range("isa", o->isa, HSR_ISA_AUTO, HSR_ISA_AMX, err));
     HSRI_TRY(hsri_in_range("chunk_tokens", o->chunk_tokens, 1, MAX_CHUNK, err));
-    HSRI_TRY(hsri_in_range("max_sessions", o->max_sessions, 1, MAX_SESSIONS, err));
+    HSRI_TRY(hsri_in_range("max_sessions", o->max_sessions, 1, HSRI_MAX_SESSIONS, err));
     HSRI_TRY(hsri_in_range("max_batch", o->max_batch, 1, 16 * MAX_CHUNK, err));
     HSRI_TRY(hsri_in_range("io_engine", o->io_engine, HSR_IO_AUTO, HSR_IO_PREAD, err));
     HSRI_TRY(hsri_in_range("io_deadline_ms", o->io_deadline_ms, 1, INT32_MAX, err));

@@ -50,8 +50,8 @@ hsr_status hsr_plan(const hsr_model_info *model, const hsr_engine_opts *engine, 
     HSRI_TRY(check_model(&info, err));
     HSRI_TRY(hsri_check_engine_opts(&e, err));
     HSRI_TRY(hsri_check_session_opts(&s, err));
-    if (n_sessions == 0)
-        return hsri_fail(err, HSR_E_INVALID, "hsr_plan: n_sessions is 0");
+    if (n_sessions < 1 || n_sessions > HSRI_MAX_SESSIONS)
+        return hsri_fail(err, HSR_E_INVALID, "n_sessions is %u, allowed are 1 to %d", n_sessions, HSRI_MAX_SESSIONS);
     HSRI_TRY(hsri_plan(&info, &e, &s, n_sessions, &result, err));
     return hsri_struct_out(plan, &result, sizeof result, "hsr_plan_result", err);
 }

@@ -11,17 +11,21 @@
 
 /* Time that ending an engine gives transfers under way. */
 #define END_MS 10000u
+/* What block numbers of 24 bits can name. */
+#define MOST_BYTES (HSRI_BLOCK_BYTES * (1ull << 24))
 
 /* Without a size: half of what is free where the file goes. */
 hsr_status hsri_cold_bytes(const hsr_engine_opts *o, uint64_t *bytes, hsr_error *err)
 {
     struct statvfs fs;
     *bytes = o->cold_bytes;
+    if (*bytes > MOST_BYTES)
+        return hsri_fail(err, HSR_E_INVALID, "cold_bytes is %llu, at most 16 TiB are possible", (unsigned long long)*bytes);
     if (!o->cold_dir || o->cold_bytes)
         return HSR_OK;
     if (statvfs(o->cold_dir, &fs) < 0)
         return hsri_fail_sys(err, HSR_E_IO, errno, "cold_dir %s", o->cold_dir);
-    *bytes = hsri_max((uint64_t)fs.f_bavail * fs.f_frsize / 2, HSRI_BLOCK_BYTES);
+    *bytes = hsri_min(hsri_max((uint64_t)fs.f_bavail * fs.f_frsize / 2, HSRI_BLOCK_BYTES), MOST_BYTES);
     return HSR_OK;
 }
 

@@ -175,7 +175,8 @@ def test_sizes_of_known_models(tmp_path):
 
 @pytest.mark.parametrize("options, error, text", [
     ({"context": 9000}, hs.ContextError, "beyond_trained"), ({"context": 0}, hs.InvalidError, "context"),
-    ({"sessions": 0}, hs.InvalidError, "sessions"),
+    ({"sessions": 0}, hs.InvalidError, "sessions"), ({"sessions": 65537}, hs.InvalidError, "sessions"),
+    ({"cold": "/tmp", "cold_size": "17TiB"}, hs.InvalidError, "cold_bytes is 18691697672192, at most 16 TiB"),
     ({"kv": "int4"}, hs.InvalidError, "kv"), ({"window_size": 100}, hs.InvalidError, "window_size"),
     ({"ram": "1KiB"}, hs.InvalidError, "budget"),
     ({"dtype": "q8"}, hs.InvalidError, "dtype"), ({"profile": "none such"}, hs.InvalidError, "profile"),

@@ -189,7 +189,7 @@ typedef struct hsr_engine_opts {
     uint32_t    flags;         /* HSR_ENGINE_* */
     uint64_t    warm_bytes;    /* more memory for sealed pages. The CPU reads it in place: hot and warm are one pool of their sum */
     const char *cold_dir;      /* directory for sealed pages that memory does not hold, best on NVMe; copied. NULL: no cold tier */
-    uint64_t    cold_bytes;    /* most that the cold file may take; 0 with a cold_dir: half of what is free there */
+    uint64_t    cold_bytes;    /* most that the cold file may take, up to 16 TiB; 0 with a cold_dir: half of what is free there */
     int32_t     io_engine;     /* HSR_IO_*: how cold pages are read and written */
     int32_t     io_deadline_ms; /* a page that is waited for longer fails its session; default 30000 */
     int32_t     importance;    /* HSR_IMPORTANCE_*: which pages leave memory first */
@@ -663,8 +663,8 @@ typedef struct hsr_plan_result {
     uint64_t total_bytes;       /* the process at most: weights, scratch, tables, and KV memory, with a cold tier as far as the budget goes */
 } hsr_plan_result;
 
-/** What n_sessions sessions with these options, each filled to its context, need, and whether an engine with these options admits
- *  them: counted by the functions that admit. Needs no model file: `model` may be filled from a configuration. A format or an index
+/** What n_sessions sessions (1..65536) with these options, each filled to its context, need, and whether an engine with these options
+ *  admits them: counted by the functions that admit. Needs no model file: `model` may be filled from a configuration. A format or an index
  *  that needs a calibration is planned as if there were one; index_kind AUTO is planned as NONE, since `profile` is of no engine yet.
  *  @param model    vocab_size, hidden_size, n_layers, n_heads, n_kv_heads, head_dim, context_length and weight_dtype are needed.
  *                  intermediate_size 0 is taken as 4 * hidden_size, rotary_dim 0 as head_dim, weight_bytes and n_params as they are
