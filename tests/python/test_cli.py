@@ -18,7 +18,7 @@ import hisparse_rt as hs
 import numpy as np
 import pytest
 import tiny
-from hisparse_rt.commands.inspect import largest_context
+from hisparse_rt.commands.inspect import largest_context, planner
 from shell import command, fails, run
 
 TEMPLATE = (
@@ -243,7 +243,7 @@ def test_inspect(path) -> None:
     facts = json.loads(run("inspect", path, "--json", "--ram", "64MiB", "--isa", "reference", "--threads", 1).stdout)
     shape = [facts[key] for key in ("arch", "layers", "kv_heads", "vocab_size", "weight_dtype")]
     assert shape == ["llama", 2, 2, tiny.VOCAB, "f32"]
-    assert facts["kv_format"] == "f32" and facts["kv_bytes_per_token"] == 2 * 16 * 4 * 2 * 2
+    assert facts["kv_format"] == "f32" and facts["kv_bytes_per_token"] == 12288 // 64 * 2 * 2  # slots of 12 KiB
     assert sum(facts["weight_bytes_by_dtype"].values()) == facts["weight_bytes"]
     assert facts["kv_budget_bytes"] == 64 << 20 and (facts["isa"], facts["threads"]) == ("reference", 1)
     assert facts["tokenizer"]["tokens"] == tiny.VOCAB and facts["tokenizer"]["chat_template"] is True
@@ -253,14 +253,25 @@ def test_inspect(path) -> None:
         assert text in table
 
 
-def test_the_largest_context_is_the_largest(path) -> None:
+@pytest.mark.parametrize(("kv", "ram"), [("f32", "2MiB"), ("bf16", "2MiB"), ("int8", "5MiB")])
+@pytest.mark.parametrize("cold_size", [None, "16MiB"])
+def test_the_largest_context_is_the_largest(path, tmp_path, kv, ram, cold_size) -> None:
     """What inspect promises for a budget is admitted, one page more is not."""
-    with hs.load(path, threads=1, ram="2MiB") as model:
-        n = largest_context(model.info.n_layers * model.info.n_kv_heads, 2 * model.info.head_dim * 4, 2)
-        with model.session(context=n + 1000, beyond_trained=True) as session:
+    cold = {} if cold_size is None else {"cold": tmp_path, "cold_size": cold_size}
+    with hs.load(path, threads=1, ram="8MiB" if cold else ram, **cold) as model:
+        n = largest_context(planner(model, kv=kv, profile="exact", **cold))
+        with model.session(kv=kv, context=n + 1000, beyond_trained=True) as session:
             session.append([5] * n)
-        with model.session(context=n + 1000, beyond_trained=True) as session, pytest.raises(hs.NoSpaceError):
+        with model.session(kv=kv, context=n + 1000, beyond_trained=True) as session, pytest.raises(hs.NoSpaceError):
             session.append([5] * (n + 64))
+
+
+def test_inspect_counts_the_format_that_is_asked_for(path) -> None:
+    """A denser format takes less of a token and holds more of them."""
+    found = {kv: json.loads(run("inspect", path, "--json", "--ram", "64MiB", "--kv", kv).stdout) for kv in ("f32", "bf16", "int8")}
+    assert [facts["kv_format"] for facts in found.values()] == list(found)
+    assert found["f32"]["kv_bytes_per_token"] > found["bf16"]["kv_bytes_per_token"] >= found["int8"]["kv_bytes_per_token"]
+    assert found["f32"]["largest_context"] < found["bf16"]["largest_context"]
 
 
 # ---- convert, and what the package tells C programs -------------------------------------------------------------

@@ -6,10 +6,12 @@ import argparse
 import json
 import os
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from ..errors import HisparseError
 from ..model import Model
+from ..plan import Plan, plan
 from ..sizes import format_size
 from . import common
 
@@ -17,8 +19,7 @@ HELP = "show a model's hyper-parameters, sizes and tokenizer"
 
 _PAGE_TOKENS = 64
 _BLOCK_BYTES = 1 << 20
-_HEADER_BYTES = 64
-_SLOT_UNIT = 4096
+_LONGEST = (1 << 31) - 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,16 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with common.open_model(args) as model:
-        facts = collect(model, args.kv)
+        facts = collect(model, args)
     common.write(json.dumps(facts, ensure_ascii=False) + "\n" if args.json else _table(facts))
     return 0
 
 
-def collect(model: Model, kv: str) -> dict[str, Any]:
+def collect(model: Model, args: argparse.Namespace) -> dict[str, Any]:
     """All facts as one JSON-like object."""
     info, stats = model.info, model.stats()
-    kv = kv if kv != "auto" else "f32" if info.dtype == "f32" else "bf16"
-    heads, head_bytes = info.n_layers * info.n_kv_heads, 2 * info.head_dim * (4 if kv == "f32" else 2)
+    planned = planner(model, kv=args.kv, profile=args.profile, cold=args.cold, cold_size=args.cold_size)
     return {
         "path": model.path, "name": model.metadata("general.name"), "arch": info.arch, "source": model.metadata("hisparse.source"),
         "parameters": info.n_params, "weight_dtype": info.dtype,
@@ -46,17 +46,33 @@ def collect(model: Model, kv: str) -> dict[str, Any]:
         "layers": info.n_layers, "hidden_size": info.hidden_size,
         "heads": info.n_heads, "kv_heads": info.n_kv_heads, "head_dim": info.head_dim,
         "vocab_size": info.vocab_size, "context_length": info.context_length,
-        "kv_format": kv, "kv_bytes_per_token": heads * head_bytes, "kv_budget_bytes": stats.hot_blocks_total * _BLOCK_BYTES,
-        "largest_context": largest_context(heads, head_bytes, stats.hot_blocks_total),
+        "kv_format": planned(1).kv_format, "kv_bytes_per_token": bytes_per_token(planned),
+        "kv_budget_bytes": stats.hot_blocks_total * _BLOCK_BYTES, "largest_context": largest_context(planned),
         "isa": stats.isa, "threads": stats.n_threads,
         "tokenizer": _tokenizer(model), "generation_defaults": model.generation_defaults,
     }
 
 
-def largest_context(heads: int, head_bytes: int, blocks: int) -> int:
-    """Tokens of one session that fit in `blocks` blocks. heads: key-value heads of all layers; head_bytes: of one token in one."""
-    slot = -(-(_HEADER_BYTES + _PAGE_TOKENS * head_bytes) // _SLOT_UNIT) * _SLOT_UNIT
-    return blocks * (_BLOCK_BYTES // slot) // heads * _PAGE_TOKENS
+def planner(model: Model, *, kv: str, profile: str, cold: str | None = None, cold_size: int | None = None) -> Callable[[int], Plan]:
+    """A function that plans one session of so many tokens in this engine."""
+    ram, chosen = model.stats().hot_blocks_total * _BLOCK_BYTES, 0 if profile == "exact" else profile
+    return lambda context: plan(model.file, context=context, kv=kv, profile=chosen, calibrated=model.calibrated, beyond_trained=True,
+                                ram=ram, cold=cold, cold_size=cold_size, chunk=model.chunk)
+
+
+def bytes_per_token(planned: Callable[[int], Plan]) -> int:
+    """What one more token of a long session takes, as pages are stored: rounded up to whole slots."""
+    few, many = planned(_LONGEST // 4), planned(_LONGEST // 2)
+    return round((many.plain_bytes + many.sealed_bytes - few.plain_bytes - few.sealed_bytes) / (many.context - few.context))
+
+
+def largest_context(planned: Callable[[int], Plan]) -> int:
+    """Tokens of the longest session that is admitted, in whole pages."""
+    low, high = 0, _LONGEST // _PAGE_TOKENS
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if planned(middle * _PAGE_TOKENS).fits else (low, middle - 1)
+    return low * _PAGE_TOKENS
 
 
 def _by_dtype(path: bytes) -> dict[str, int] | None:
