@@ -65,4 +65,5 @@ $(GGUF): | $(VENV)/.ready
 	@$(PY) scripts/fetch_demo.py .demo
 
 $(DEMO): $(GGUF) | $(VENV)/.installed
-	hisparse-rt convert $(GGUF) $(DEMO) --dtype q8
+	@echo 'converting the model, and calibrating it, which takes minutes'
+	@hisparse-rt convert $(GGUF) $(DEMO) --dtype q8

@@ -39,7 +39,8 @@ def load(
     prefetch      groups of pages read ahead of need; 0: none
     threads       threads that compute, 0 to 1024; 0: as many as the machine gives this process
     isa           highest instruction set to use: "auto", "reference", "avx2", "avx512" or "amx"
-    kv            key-value format of sessions: "f32", "bf16", or "auto" (f32 for models of dtype f32, else bf16)
+    kv            key-value format of sessions: "f32", "bf16", "int8", "compact" and "vtq" (which need a calibration), or "auto" (f32 for
+                  models of dtype f32, else bf16)
     chunk         most tokens of one prompt in one step, 1 to 4096
     max_sessions, max_batch   most sessions at a time; most rows of one step
     dtype         for conversion: "f32", "bf16", "q8" (the default) or "q4"

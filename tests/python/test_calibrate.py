@@ -291,6 +291,8 @@ def test_the_command_refuses(models, tmp_path):
     shell.fails("calibrate", models / "tiny.hsr", "--out", tmp_path / "no" / "x", text="there is no folder")
     shell.fails("calibrate", models / "tiny.hsr", "--out", models / "tiny.hsr", text="this command reads it")
     shell.fails("calibrate", models / "tiny.hsr", "--tokens", 100, code=2, text="must be from 2048")
+    for option in ("--kv=int8", "--profile=fast", "--cold=/tmp", "--no-calibrate"):  # what it would not follow it does not take
+        shell.fails("calibrate", models / "tiny.hsr", option, code=2, text="unrecognized arguments")
 
 
 def test_the_default_text_is_the_same_every_time(models):

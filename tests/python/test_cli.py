@@ -292,4 +292,6 @@ def test_the_config_tool() -> None:
     both = config("--cflags", "--libs").stdout.split()
     assert both == [f"-I{package / 'include'}", f"-L{package / '_native'}", "-lhisparse_rt", f"-Wl,-rpath,{package / '_native'}"]
     assert config("--pkgconfigdir").stdout.strip() == str(package / "_native" / "pkgconfig")
-    assert config().returncode == 2
+    for arguments in ((), ("generate", "model.hsr")):
+        done = config(*arguments)
+        assert done.returncode == 2 and "the command line is hisparse-rt" in done.stderr

@@ -188,6 +188,16 @@ def test_wrong_options(folder, options, error, text):
         hs.plan(folder / "q8.hsr", **options)
 
 
+def test_calibrations_that_are_none(folder, tmp_path):
+    fails("plan", folder / "q8.hsr", "--calibration", tmp_path / "none", text="none: no such file")
+    shutil.copy(folder / "q8.hsr", tmp_path / "m.hsr")
+    (tmp_path / "m.hsrcal").touch()
+    asked = ("plan", tmp_path / "m.hsr", "--profile", "balanced", "--context", "200K", "--beyond-trained", "--json")
+    choices = ((), ("--no-calibrate",), ("--calibration", tmp_path / "m.hsrcal"))
+    index = [json.loads(run(*asked, *options).stdout)["index_bytes"] for options in choices]
+    assert index[0] == index[2] != index[1], "without a calibration selector auto is minmax"
+
+
 def test_wrong_sources(folder, tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     for source, error in ((tmp_path, hs.FormatError), (tmp_path / "config.json", hs.FormatError), (tmp_path / "none.hsr", hs.FileError),

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="use at most N tokens, and no more than the model was trained for (default: %(default)s)")
     parser.add_argument("--out", metavar="FILE", help=f"file to write (default: MODEL with the ending {SUFFIX}, where it is found)")
     parser.add_argument("--json", action="store_true", help="print what was measured as JSON")
-    common.add_engine(parser)
+    common.add_machine(parser)
 
 
 def run(args: argparse.Namespace) -> int:

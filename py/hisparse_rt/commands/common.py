@@ -86,13 +86,19 @@ def add_model(parser: argparse.ArgumentParser) -> None:
                         help="model file (.hsr), or a Hugging Face folder or .gguf file, converted once into a cache")
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
+def add_machine(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """What any computing may be told."""
     group = parser.add_argument_group("engine")
     group.add_argument("--threads", type=whole(0, 1024), default=0, metavar="N",
                        help="threads that compute; 0: as many as this process may use (default: 0)")
     group.add_argument("--isa", choices=ISA_LEVELS, default="auto", help="highest instruction set to use (default: auto)")
     group.add_argument("--ram", type=checked(check_budget), metavar="SIZE",
                        help="budget of the key-value memory, such as 4GiB (default: half of the memory available)")
+    return group
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    group = add_machine(parser)
     group.add_argument("--hot", type=checked(check_budget), metavar="SIZE", help="with --warm, in place of --ram: memory for pages in use")
     group.add_argument("--warm", type=checked(check_budget), metavar="SIZE", help="memory for other pages; on the CPU one pool with --hot")
     group.add_argument("--cold", metavar="DIR", help="directory for pages that memory does not hold, best on NVMe (default: none)")

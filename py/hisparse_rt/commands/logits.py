@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="FILE",
                         help="little-endian float32 file to write: a row of vocabulary size per id")
     parser.add_argument("--chunk", type=common.whole(1, 4096), default=512, metavar="N",
-                        help="tokens per step; never changes the result (default: %(default)s)")
+                        help="tokens per step; changes the result with sparse profiles only (default: %(default)s)")
     common.add_context(parser, "the number of ids")
     common.add_engine(parser)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
+import os
 from dataclasses import asdict
 
+from ..errors import FileMissingError
 from ..model import DTYPES
 from ..plan import Plan, plan
 from ..sizes import format_size
@@ -20,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", metavar="FILE", help="in place of MODEL: a config.json; weights are estimated")
     parser.add_argument("--dtype", choices=list(DTYPES.values()),
                         help="of the weights after conversion, for all but .hsr files (default: q8)")
-    parser.add_argument("--sessions", type=common.whole(1), default=1, metavar="K", help="sessions at a time (default: 1)")
+    parser.add_argument("--sessions", type=common.whole(1, 65536), default=1, metavar="K", help="sessions at a time (default: 1)")
     parser.add_argument("--chunk", type=common.whole(1, 4096), default=512, metavar="N",
                         help="most tokens of one prompt in one step (default: 512)")
     parser.add_argument("--window", type=common.whole(64), metavar="N",
@@ -35,10 +38,12 @@ def run(args: argparse.Namespace) -> int:
     """0 if everything fits, else 1."""
     if (args.model is None) == (args.config is None):
         args.usage_error("give MODEL or --config FILE")
+    if args.calibration and not os.path.isfile(args.calibration):
+        raise FileMissingError(f"{args.calibration}: no such file", sys_code=errno.ENOENT)
     found = plan(
         args.model or args.config, context=args.context, sessions=args.sessions, dtype=args.dtype, kv=args.kv,
         beyond_trained=args.beyond_trained, profile=0 if args.profile == "exact" else args.profile, window_size=args.window,
-        calibrated=True if args.calibration else None,
+        calibrated=None if args.calibration is None else bool(args.calibration),
         ram=args.ram, hot=args.hot, warm=args.warm, cold=args.cold, cold_size=args.cold_size,
         readable_tiers=args.readable_tiers, chunk=args.chunk,
     )
