@@ -83,6 +83,8 @@ class Conversation:
         """Make the session hold exactly `ids`."""
         if self._session is None:
             self._session = self.model.session(**self._options)
+        if self._session.stats().status < 0:  # an earlier turn failed, such as one whose pages could not be read back
+            self._session.rebuild()
         held = self._session._tokens()
         n = min(len(held), len(ids))
         differing = np.flatnonzero(held[:n] != ids[:n])

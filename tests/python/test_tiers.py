@@ -4,9 +4,16 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
+import json
 import os
+import signal
+import subprocess
+import sys
+import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import hisparse_rt as hs
 import numpy as np
@@ -17,6 +24,7 @@ from hisparse_rt.profile import Profile
 from hisparse_rt.tools.calibrate import calibrate
 from hisparse_rt.tools.convert import convert
 
+TEMPLATE = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}<|turn|>"
 LENGTH, OUTPUT = 6000, 16
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, LENGTH)]
 SQUEEZED = {"bf16": 7, "f32": 11, "int8": 5, "compact": 4, "vtq": 5}   # MiB
@@ -29,7 +37,7 @@ MODES = {"dense": (0, {}), "sparse": (SPARSE, {"window_size": 128}), "sketch": (
 def model_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiers")
     cfg = tiny.config(num_hidden_layers=3, head_dim=64, max_position_embeddings=8192)
-    convert(tiny.write_hf(folder / "hf", cfg, tiny.weights(cfg, 9)), folder / "m.hsr", dtype="q8")
+    convert(tiny.write_hf(folder / "hf", cfg, tiny.weights(cfg, 9), chat_template=TEMPLATE), folder / "m.hsr", dtype="q8")
     with hs.load(folder / "m.hsr", threads=2, profile=0) as model:
         made, _ = calibrate(model, np.array(IDS[:2048], np.int32))
     write_calibration(folder / "m.hsrcal", made)
@@ -241,6 +249,58 @@ def test_missing_or_unwritable_directory(model_file, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(hs.FileError, match="file"):
         hs.load(model_file, cold=os.fsencode(tmp_path / "file"))
+
+
+def test_processes_that_share_a_directory(model_file, cold):
+    """Nothing of one is another's: the same result beside others, one of which is killed, and nothing is left."""
+    script = textwrap.dedent("""
+        import os, signal, sys
+        import hisparse_rt as hs
+        import test_tiers as t
+        with hs.load(sys.argv[1], threads=1, chunk=128, hot="7MiB", cold=sys.argv[2], cold_size="64MiB") as model:
+            with model.session(**t.options("dense", "bf16")) as session:
+                session.append(t.IDS)
+                print(list(session.generate(max_tokens=8, ignore_eos=True, return_details=True).tokens), flush=True)
+                assert model.stats().cold_pages > 0
+                if "killed" in sys.argv:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        """)
+    start = [sys.executable, "-c", script, str(model_file), str(cold)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])}
+    running = [subprocess.Popen([*start, *more], stdout=subprocess.PIPE, text=True, env=environment) for more in (["killed"], [], [])]
+    said = [process.communicate(timeout=300)[0] for process in running]
+    assert [process.returncode for process in running] == [-signal.SIGKILL, 0, 0]
+    with hs.load(model_file, threads=2) as model, model.session(**options("dense", "bf16")) as session:
+        session.append(IDS)
+        want = list(session.generate(max_tokens=8, ignore_eos=True, return_details=True).tokens)
+    assert [json.loads(text) for text in said] == [want] * 3
+    assert list(cold.iterdir()) == []
+
+
+def cold_file(folder) -> int:
+    """The descriptor of the file without a name."""
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{fd}").startswith(str(folder)):
+                return int(fd)
+    raise AssertionError("no cold file")
+
+
+def test_a_chat_goes_on_after_pages_were_lost(model_file, cold):
+    """One turn fails; the next computes the chat again, and its answer is that of a chat in memory."""
+    turns = [letter * 1500 for letter in "xyz"]
+    with hs.load(model_file, threads=2, kv="bf16") as model:
+        chat = model.conversation()
+        want = [chat.send(turn, max_tokens=4, ignore_eos=True) for turn in turns]
+    with hs.load(model_file, threads=2, chunk=128, hot="6MiB", kv="bf16", cold=cold, cold_size="64MiB") as model:
+        chat = model.conversation(window_size=64, sink_size=64, rollback_tokens=64)
+        assert [chat.send(turn, max_tokens=4, ignore_eos=True) for turn in turns[:2]] == want[:2]
+        assert model.stats().cold_pages > 0
+        os.ftruncate(cold_file(cold), 0)
+        with pytest.raises(hs.HisparseError, match=f"{cold}.*page"):
+            chat.send(turns[2], max_tokens=4, ignore_eos=True)
+        assert len(chat.messages) == 4 and chat.session.stats().status < 0
+        assert chat.send(turns[2], max_tokens=4, ignore_eos=True) == want[2]
 
 
 # ---- pages that are not waited for ----
