@@ -36,6 +36,14 @@ def real(name: str, value: Any) -> float:
         raise TypeError(f"{name} must be a number, not {value!r}") from None
 
 
+def milliseconds(name: str, seconds: Any) -> int:
+    """`seconds` in milliseconds, as the library takes times: from 1 to 2^31 - 1."""
+    number, most = real(name, seconds), ((1 << 31) - 1) / 1000
+    if not 0.001 <= number <= most:
+        raise InvalidError(f"{name} is {number:g} seconds, allowed are 0.001 to {most}")
+    return round(number * 1000)
+
+
 def file_name(path: Any) -> bytes:
     """`path` as the system takes it."""
     name = os.fsencode(path)

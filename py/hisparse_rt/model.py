@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ._library import Handle, call, ffi, lib, new_struct, refuse_copies
-from .checks import integer, real
+from .checks import integer, milliseconds
 from .errors import BusyError, FormatError, InvalidError, StateError, TemplateError, TokenizerError
 from .ids import Ids, as_ids
 from .request import RequestOptions, SamplingOptions
@@ -537,7 +537,7 @@ def engine_options(
     opts.warm_bytes = 0 if warm is None else parse_size(warm)
     opts.cold_bytes = 0 if cold_size is None else check_budget(cold_size)
     opts.io_engine, opts.importance = IO_ENGINES[io], IMPORTANCES[importance]
-    opts.io_deadline_ms = integer("io_deadline in milliseconds", round(real("io_deadline", io_deadline) * 1000), 1, (1 << 31) - 1)
+    opts.io_deadline_ms = milliseconds("io_deadline", io_deadline)
     opts.readable_tiers = READABLE[readable_tiers]
     opts.prefetch_depth = integer("prefetch", prefetch, 0, 4096)
     if cold is not None:

@@ -92,7 +92,7 @@ class Sampling:
 
         for field in fields(self):
             if field.type == "int":
-                put(field.name, integer(field.name, getattr(self, field.name), _INT32.min, _INT32.max))
+                put(field.name, integer(field.name, getattr(self, field.name), -1 if field.name == "penalty_window" else 0, _INT32.max))
             elif field.type == "float":
                 put(field.name, real(field.name, getattr(self, field.name)))
             elif field.type == "bool" and not isinstance(getattr(self, field.name), (bool, np.bool_)):

@@ -97,6 +97,8 @@ class Session:
             raise InvalidError(f"index is {index!r}, known kinds are {', '.join(INDEX_KINDS)}")
         opts.index_kind = INDEX_KINDS[index]
         if sketch is not None:
+            if not isinstance(sketch, (tuple, list)) or len(sketch) != 2:
+                raise TypeError(f"sketch must be two numbers, of components in 4 bits and in 2, not {sketch!r}")
             opts.sketch_4bit, opts.sketch_2bit = (integer("sketch", bits, 0, 4096) for bits in sketch)
         if profile is not None:
             opts.profile = model.profile_id(profile)
@@ -292,9 +294,11 @@ class Session:
         float32 [layers, n, n_heads, head_dim]. Positions that were not computed stay NaN."""
         info = self.model.info
         layers = range(info.n_layers) if layers is None else layers
+        n, first = integer("n", n, 0, _INT32_MAX), integer("first", first, 0, _INT32_MAX)
         queries = np.full((len(layers), n, info.n_heads, info.head_dim), np.nan, np.float32)
         native = new_struct("hsr_capture")
-        native.layer_first, native.layer_end, native.stride, native.first, native.n = layers.start, layers.stop, stride, first, n
+        native.layer_first, native.layer_end, native.first, native.n = layers.start, layers.stop, first, n
+        native.stride = integer("stride", stride, 1, _INT32_MAX)
         native.queries = ffi.cast("float *", ffi.from_buffer(queries))
         self._call(lib.hsr_session_capture, native)
         try:
@@ -304,11 +308,12 @@ class Session:
                 self._call(lib.hsr_session_capture, new_struct("hsr_capture"))
 
     def _observe(self, what: int, layer: int, first: int, n: int | None) -> npt.NDArray[np.float32]:
-        info = self.model.info
-        count = self.stats().n_computed - first if n is None else n
-        out = np.empty((max(count, 0), info.n_kv_heads, info.head_dim), np.float32)
-        self._call(lib.hsr_session_observe, what, integer("layer", layer, 0, _INT32_MAX), integer("first", first, 0, _INT32_MAX),
-                   integer("n", count, 0, _INT32_MAX), ffi.cast("float *", ffi.from_buffer(out)), out.size)
+        info, computed = self.model.info, self.stats().n_computed
+        first = integer("first", first, 0, computed)
+        count = integer("n", computed - first if n is None else n, 0, computed - first)
+        out = np.empty((count, info.n_kv_heads, info.head_dim), np.float32)
+        self._call(lib.hsr_session_observe, what, integer("layer", layer, 0, _INT32_MAX), first, count,
+                   ffi.cast("float *", ffi.from_buffer(out)), out.size)
         return out
 
     def stats(self) -> SessionStats:

@@ -262,7 +262,7 @@ def test_options_of_the_wrong_kind_are_named(model, options, text) -> None:
 def test_numbers_beyond_every_range_are_named(model) -> None:
     for options, text in (
         ({"temperature": 10**400}, "temperature is too large"), ({"context": 1 << 40}, "context is 1099511627776"),
-        ({"context": -5}, "context is -5"),
+        ({"context": -5}, "context is -5"), ({"max_tokens": 1 << 40}, "max_tokens is 1099511627776, allowed are 0 to"),
         ({"stop": "\ud800"}, "half a character"), ({"stop_tokens": [99999]}, "99999"), ({"logit_bias": {5: math.inf}}, "inf"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
@@ -282,6 +282,22 @@ def test_options_of_load_are_checked_before_a_conversion(folder, tmp_path) -> No
     (tmp_path / "file").touch()
     with pytest.raises(hs.FileError, match="file.*for converted models"):
         hs.load(folder, cache_dir=tmp_path / "file")
+
+
+def test_numbers_about_pages_and_disks_are_named(model, path) -> None:
+    for seconds in (math.nan, 1e300, -1, 0):
+        with pytest.raises(ValueError, match="io_deadline is .* seconds, allowed are 0.001 to"):
+            hs.load(path, io_deadline=seconds)
+    with pytest.raises(TypeError, match="sketch must be two numbers"):
+        model.session(sketch=5)
+    with model.session() as session:
+        session.logits([5] * 20)
+        for arguments, text in (((0, 21), "first is 21, allowed are 0 to 20"), ((0, 5, 1 << 31), "n is .* 0 to 15"), ((9,), "layer is 9")):
+            with pytest.raises(ValueError, match=text):
+                session.keys(*arguments)
+        for options in ({"n": -1}, {"n": 1 << 40}, {"n": 4, "stride": 0}, {"n": 4, "first": -3}, {"n": 4, "layers": range(2, 9)}):
+            with pytest.raises(ValueError, match=list(options)[-1]), session.capture(**options):
+                pass
 
 
 # ---- the places output goes to ----------------------------------------------------------------------------------
