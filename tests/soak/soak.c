@@ -19,7 +19,7 @@
 
 #define MIB (1ull << 20)
 
-enum { MAX_CLIENTS = 3, MAX_USERS = 6, MAX_OUTPUT = 24, MAX_ASK = 2000, N_PROFILES = 9, ROOM = TINY_CONTEXT };
+enum { MAX_CLIENTS = 3, MAX_USERS = 6, MAX_OUTPUT = 24, MAX_ASK = 2000, MAX_CANCELS = 10, N_PROFILES = 9, ROOM = TINY_CONTEXT };
 
 /* ---- chance ----------------------------------------------------------------------------------------------------- */
 
@@ -52,6 +52,7 @@ typedef struct user {
     uint32_t     n_out;
     bool         inside;            /* computing: may be cancelled by others; both under the round's lock */
     bool         cancelled;
+    uint32_t     n_cancels;
     bool         copied;            /* forked or restored */
 } user;
 
@@ -694,7 +695,8 @@ static void *canceller_main(void *arg)
         pthread_mutex_lock(&r->lock);
         client *c = &r->clients[draw(&d, r->n_clients)];
         user *u = c->n_users ? c->users[draw(&d, c->n_users)] : NULL;
-        if (u && u->inside) {
+        if (u && u->inside && u->n_cancels < MAX_CANCELS) {     /* on a slow machine no long work would ever end */
+            u->n_cancels++;
             u->cancelled = true;
             if (hsr_session_cancel(u->session, NULL) != HSR_OK)
                 found(r, NULL, "cancel failed");
