@@ -243,9 +243,21 @@ def test_the_command(path, tmp_path):
     assert len(found["curve"]["points"]) == 4
 
 
+def test_defaults_fit_the_model(tmp_path):
+    """Without lengths a command measures what the model was trained for."""
+    cfg = tiny.config(max_position_embeddings=2048)
+    convert(tiny.write_hf(tmp_path / "hf", cfg, tiny.weights(cfg)), tmp_path / "m.hsr", "q8")
+    for name, options in {"ppl": ("--tokens", 4), "curve": ("--tokens", 4, "--selectors", "mean", "--budgets", 64),
+                          "needle": ("--depths", 0.5), "recall": ("--queries", 2, "--rules", "mean")}.items():
+        done = shell.run("eval", name, tmp_path / "m.hsr", *options, "--json", "--threads", 1)
+        assert done.returncode == 0, (name, done.stderr)
+        found = json.loads(done.stdout)
+        assert name not in ("ppl", "curve") or found["contexts"] == [2044]
+
+
 def test_the_command_refuses(path, tmp_path):
     (tmp_path / "short.txt").write_text("too short")
-    shell.fails("eval", "ppl", path, "--text", tmp_path / "short.txt", text="tokens, and 8449 are needed")
+    shell.fails("eval", "ppl", path, "--text", tmp_path / "short.txt", text="tokens, and 4097 are needed")
     shell.fails("eval", "ppl", path, "--text", tmp_path / "none.txt", text="none.txt")
     shell.fails("eval", "ppl", path, "--profile", "turbo", text="known presets")
     shell.fails("eval", "ppl", path, "--context", "a", code=2, text="not a whole number")

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from ..eval.recall import Truth
 
 HELP = "measure how close sparse attention comes to dense attention"
+_USUAL = 8192
+_USUAL_HELP = f"(default: {_USUAL}, or what fits the length the model was trained for)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,8 +77,8 @@ def _names(known: tuple[str, ...]) -> Callable[[str], list[str]]:
 def _add_text(parser: argparse.ArgumentParser, tokens: int) -> None:
     parser.add_argument("--text", metavar="FILE", action="append", default=[],
                         help="text to predict; may be given several times (default: Python's own standard library)")
-    parser.add_argument("--context", type=common.counts(1), default=[8192], metavar="N,N",
-                        help="tokens of the dense prompt, before the text is predicted (default: 8192)")
+    parser.add_argument("--context", type=common.counts(1), metavar="N,N",
+                        help=f"tokens of the dense prompt, before the text is predicted {_USUAL_HELP}")
     parser.add_argument("--tokens", type=common.whole(1), default=tokens, metavar="M", help="tokens to predict (default: %(default)s)")
 
 
@@ -96,7 +98,7 @@ def _add_needle(parser: argparse.ArgumentParser) -> None:
     from ..eval.needle import KINDS
 
     parser.add_argument("--text", metavar="FILE", help="text to hide facts in (default: Python's own standard library)")
-    parser.add_argument("--lengths", type=common.counts(512), default=[8192], metavar="N,N", help="tokens (default: 8192)")
+    parser.add_argument("--lengths", type=common.counts(512), metavar="N,N", help=f"tokens {_USUAL_HELP}")
     parser.add_argument("--depths", type=common.checked(_depths), default=[0.1, 0.3, 0.5, 0.7, 0.9], metavar="D,D",
                         help="places of the facts, 0 to 1 (default: 0.1,0.3,0.5,0.7,0.9)")
     parser.add_argument("--kinds", type=common.checked(_names(KINDS)), default=["single"], metavar="KIND,KIND",
@@ -109,7 +111,7 @@ def _add_recall(parser: argparse.ArgumentParser) -> None:
     from ..eval.estimates import RULES
 
     parser.add_argument("--text", metavar="FILE", help="text to attend (default: Python's own standard library)")
-    parser.add_argument("--context", type=common.whole(2048), default=8192, metavar="N", help="tokens (default: %(default)s)")
+    parser.add_argument("--context", type=common.whole(2048), metavar="N", help=f"tokens {_USUAL_HELP}")
     parser.add_argument("--queries", type=common.whole(1), default=16, metavar="N", help="positions to look from (default: %(default)s)")
     parser.add_argument("--budget", type=common.whole(16), metavar="N", help="tokens to choose (default: the profile's)")
     parser.add_argument("--rules", type=common.checked(_names(tuple(RULES))), metavar="RULE,RULE",
@@ -127,6 +129,12 @@ def _add_curve(parser: argparse.ArgumentParser) -> None:
 def _open(args: argparse.Namespace) -> Model:
     args.chosen = as_profile(args.profile)
     return common.open_model(args)
+
+
+def _usual(args: argparse.Namespace, model: Model, room: int) -> int:
+    """Tokens to measure with where nobody says, so that `room` more fit; a model that is too short for that is told by name."""
+    trained = model.info.context_length
+    return _USUAL if args.beyond_trained or trained <= room else min(_USUAL, trained - room)
 
 
 def _profiles(args: argparse.Namespace) -> dict[str, Profile]:
@@ -169,9 +177,10 @@ def _finite(value: Any) -> Any:
 def _ppl(args: argparse.Namespace) -> int:
     from ..eval.ppl import perplexity
 
-    texts = _texts(args, max(args.context) + args.tokens + 1)
+    texts = _texts(args, max(args.context or [_USUAL]) + args.tokens + 1)
     with _open(args) as model, progress.bar("evaluating", "run") as report:
-        result = perplexity(model, texts, _profiles(args), contexts=args.context, tokens=args.tokens, truth=_truth(args, model),
+        contexts = args.context or [_usual(args, model, args.tokens)]
+        result = perplexity(model, texts, _profiles(args), contexts=contexts, tokens=args.tokens, truth=_truth(args, model),
                             beyond_trained=args.beyond_trained, report=report)
     return _print(args, result, _ppl_table)
 
@@ -214,11 +223,12 @@ def _measured(name: str, row: dict[str, Any]) -> str:
 def _curve(args: argparse.Namespace) -> int:
     from ..eval.curve import CALIBRATED, curve
 
-    texts = _texts(args, max(args.context) + args.tokens + 1)
+    texts = _texts(args, max(args.context or [_USUAL]) + args.tokens + 1)
     with _open(args) as model, progress.bar("evaluating", "run") as report:
+        contexts = args.context or [_usual(args, model, args.tokens)]
         usable = [name for name in SELECTORS if name != "auto" and (model.calibrated or name not in CALIBRATED)]
         base = args.chosen if args.chosen.mode == "sparse" else PRESETS["balanced"]
-        result = curve(model, texts, base, selectors=args.selectors or usable, budgets=args.budgets, contexts=args.context,
+        result = curve(model, texts, base, selectors=args.selectors or usable, budgets=args.budgets, contexts=contexts,
                        tokens=args.tokens, beyond_trained=args.beyond_trained, report=report)
     return _print(args, result, _curve_table)
 
@@ -231,11 +241,12 @@ def _curve_table(result: dict[str, Any]) -> str:
 
 
 def _needle(args: argparse.Namespace) -> int:
-    from ..eval.needle import retrieve
+    from ..eval.needle import ROOM, retrieve
 
-    text = read_text(args.text) or _library(8 * max(args.lengths))
+    text = read_text(args.text) or _library(8 * max(args.lengths or [_USUAL]))
     with _open(args) as model, progress.bar("evaluating", "prompt") as report:
-        result = retrieve(model, text, _profiles(args), lengths=args.lengths, depths=args.depths, kinds=args.kinds, seed=args.seed,
+        lengths = args.lengths or [_usual(args, model, ROOM)]
+        result = retrieve(model, text, _profiles(args), lengths=lengths, depths=args.depths, kinds=args.kinds, seed=args.seed,
                           beyond_trained=args.beyond_trained, report=report)
     return _print(args, result, _needle_table)
 
@@ -261,11 +272,12 @@ def _recall(args: argparse.Namespace) -> int:
     from ..eval.recall import recall
     from ..tools.calibrate import attention_scale
 
-    text = read_text(args.text) or _library(8 * args.context)
+    text = read_text(args.text) or _library(8 * (args.context or _USUAL))
     with _open(args) as model, progress.bar("evaluating", "layer") as report:
+        context = args.context or _usual(args, model, 0)
         calibration = _calibration(args, model)
         rules = args.rules or [name for name in RULES if calibration is not None or name != "sketch"]
-        result = recall(model, text_ids(model, text, args.context, args.text or "the default text"), calibration, attention_scale(model),
+        result = recall(model, text_ids(model, text, context, args.text or "the default text"), calibration, attention_scale(model),
                         rules=rules, setting=_setting(args), queries=args.queries, beyond_trained=args.beyond_trained, report=report)
     return _print(args, result, _recall_table)
 

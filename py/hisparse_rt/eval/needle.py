@@ -17,7 +17,7 @@ from ..session import Session
 from .forced import Ids, Prompts, forced, text_ids
 
 KINDS = ("single", "several", "multi-hop")
-_ROOM = 128  # tokens for a question and its answer
+ROOM = 128  # tokens for a question and its answer
 _NAMES = ("Alice", "Bruno", "Clara", "David", "Elena", "Felix", "Greta", "Henry", "Irene", "Jonas", "Karen", "Louis")
 _CITIES = ("Paris", "Tokyo", "Cairo", "Lima", "Oslo", "Delhi", "Rome", "Quito", "Dublin", "Vienna", "Berlin", "Madrid")
 
@@ -78,7 +78,7 @@ def retrieve(
     for done, (kind, length, depth) in enumerate(jobs):
         asked = needles(kind, depth, seed)
         ids = prompt_ids(model, text, length, asked[0].facts)
-        with Prompts(model, ids, _ROOM, profiles.values(), beyond_trained=beyond_trained) as prompts:
+        with Prompts(model, ids, ROOM, profiles.values(), beyond_trained=beyond_trained) as prompts:
             for needle in asked:
                 case: dict[str, Any] = {"kind": kind, "length": length, "depth": depth, "answer": needle.answer}
                 with prompts.fork(PRESETS["exact"], "auto") as session:
