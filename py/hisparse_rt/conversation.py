@@ -32,7 +32,7 @@ class Conversation:
         self._options = session_options
         self._system = system
         self._session: Session | None = None
-        self.last: Stream | None = None
+        self.last: Stream | None
         """The stream of the last answer, with its result."""
         self.reset()
         model.require_chat()
@@ -40,6 +40,7 @@ class Conversation:
     def reset(self) -> None:
         """Forget everything but the system prompt."""
         self.close()
+        self.last = None
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
     def send(self, text: str, **options: Unpack[SamplingOptions]) -> str:

@@ -163,6 +163,16 @@ def test_a_failing_turn_does_not_end_the_chat(path) -> None:
     assert done.returncode == 0 and done.stdout.count("\n") == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 2 and "64" in errors[0] and "/no/such" in errors[1]
+    assert done.stderr.count("/reset starts again") == 1
+
+
+def test_a_chat_that_cannot_be_is_refused_at_once(path) -> None:
+    fails("chat", path, "--context", "5000", text="a context of 5000 tokens", input="hi\n", stdin=None)
+
+
+def test_stats_after_a_reset_are_not_those_before(path) -> None:
+    done = run("chat", path, "--max-tokens", 2, input="hi\n/reset\n/stats\n", stdin=None)
+    assert done.returncode == 0 and "nothing was said yet" in done.stderr and "prefill" not in done.stderr
 
 
 def test_ctrl_c_stops_the_answer_not_the_chat(path) -> None:

@@ -9,7 +9,7 @@ import sys
 
 from .. import progress
 from ..conversation import Conversation
-from ..errors import HisparseError
+from ..errors import ContextError, HisparseError
 from ..sizes import format_size
 from . import common
 
@@ -32,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     common.lenient_input()
     with common.open_model(args) as model:
-        chat = model.conversation(system=args.system, context=args.context, beyond_trained=args.beyond_trained)
+        options = {"context": args.context, "beyond_trained": args.beyond_trained}
+        chat = model.conversation(system=args.system, **options)
+        model.session(**options).close()  # what cannot be is told before somebody types
         common.say("/help shows the commands")
         while True:
             line = _read_line()
@@ -52,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
                 if isinstance(error, BrokenPipeError):
                     raise
                 common.say(f"error: {error}")
+                if isinstance(error, ContextError):
+                    common.say("(/reset starts again; --context sets how much is held)")
 
 
 def _read_line() -> str | None:
