@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -167,7 +168,13 @@ def test_a_budget_of_memory_that_is_too_small(path) -> None:
     assert written["rows"][1]["ours"] is None and written["rows"][1]["of_bound"] is None
     assert (written["skipped"][0]["program"], written["skipped"][0]["depth"]) == ("ours", 60000)
     only = run(*arguments, "60000")
-    assert only.returncode == 1 and only.stdout == "" and "Traceback" not in only.stderr and "NoSpaceError" in only.stderr
+    assert only.returncode == 1 and only.stdout == "" and "Traceback" not in only.stderr
+    assert re.search("hisparse-rt: [0-9]+ tokens need [0-9]+ more KV blocks", only.stderr) and "NoSpaceError" not in only.stderr
+
+
+def test_a_batch_of_more_sessions_than_an_engine_has_by_itself(path) -> None:
+    done = run("bench", path, "--depths", 8, "--batch", 300, "--repeats", 1, "--decode-tokens", 2, "--json", "-")
+    assert done.returncode == 0 and not json.loads(done.stdout)["skipped"], done.stderr
 
 
 # ---- peers ------------------------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import resource
+import sys
 import time
 from typing import Any
 
 from .. import __version__
+from ..errors import HisparseError
 from ..load import load
 from ..model import Model
 from ..session import Session
@@ -22,7 +24,8 @@ def probe() -> dict[str, Any]:
 def measure(job: dict[str, Any]) -> dict[str, Any]:
     """Options for `load`, `Model.session` and `Session.generate` are in the job under these names."""
     options = {"context": job["depth"] + job["decode_tokens"] + 1} | job["session"]
-    with load(job["model"], threads=job["threads"], **job["engine"]) as model:
+    engine = {"max_sessions": max(256, len(job["prompts"]))} | job["engine"]
+    with load(job["model"], threads=job["threads"], **engine) as model:
         _warm_up(model, job["warm_up"], options)
         make = _restore if job["restore"] else _compute
         sessions, details = make(model, job, options)
@@ -111,4 +114,7 @@ def _advance(streams: list[Stream], n_tokens: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(probe, measure)
+    try:
+        serve(probe, measure)
+    except HisparseError as error:
+        sys.exit(str(error))

@@ -215,9 +215,13 @@ def _heading(result: dict[str, Any], first: str) -> str:
 def _measured(name: str, row: dict[str, Any]) -> str:
     low, high = row["kl_interval"]
     return (f"{name:20}{row['kl_mean']:9.5f}{f'{low:.5f}-{high:.5f}':>19}{row['kl_p95']:9.4f}{row['logprob_loss']:9.4f}"
-            f"{row['top1_agreement']:10.3f}{row['perplexity']:12.4f}{row['covered_estimated']:9.4f}"
-            f"{row['covered_true']:8.4f}{row['attended_tokens']:10.0f}"
+            f"{row['top1_agreement']:10.3f}{row['perplexity']:12.4f}{_share(row['covered_estimated']):>9}"
+            f"{_share(row['covered_true']):>8}{row['attended_tokens']:10.0f}"
             f"{row['bytes_read_per_token'] / 1e6:9.2f}{1 / row['seconds_per_token']:8.1f}\n")
+
+
+def _share(value: float) -> str:
+    return f"{value:.4f}" if math.isfinite(value) else "-"
 
 
 def _curve(args: argparse.Namespace) -> int:
