@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Writing a session to a file. The file gets its name when it is whole and on disk; until then it is a temporary one beside it, which is
- * removed whatever goes wrong. */
+/* Writing a session to a file. The file gets its name when it is whole and on disk. Until then it has none, so that it is gone with the
+ * process; where the file system needs one it is a temporary one beside it, which is removed whatever goes wrong. */
 #define _GNU_SOURCE 1
 #include "engine/persist.h"
 
@@ -15,6 +15,7 @@
 #include <unistd.h>
 
 #include "base/array.h"
+#include "base/clock.h"
 #include "base/crc32c.h"
 #include "base/status.h"
 
@@ -22,7 +23,7 @@ typedef struct writer {
     hsr_session     *session;
     const char      *path;                 /* as the caller spells it, for texts */
     char             target[PATH_MAX];     /* where it leads to */
-    char             temporary[PATH_MAX + 24];
+    char             temporary[PATH_MAX + 32];   /* "" while there is none */
     int              fd;
     hsri_save_header header;
     hsri_image       image;
@@ -77,16 +78,63 @@ static int raise_fd(int fd)
     return above;
 }
 
+static const char *name_folder(const writer *w, char *name)
+{
+    const size_t length = folder_length(w);
+    memcpy(name, length ? w->target : ".", length ? length : 1);
+    name[length ? length : 1] = 0;
+    return name;
+}
+
+/* The name under which a file without name can be given one. */
+static const char *name_fd(int fd, char name[64])
+{
+    snprintf(name, 64, "/proc/self/fd/%d", fd);
+    return name;
+}
+
+/* False where the file system, or a missing /proc, does not let a file be made without a name and get one later. */
+static bool create_nameless(writer *w)
+{
+    char folder[sizeof w->target], name[64];
+    struct stat st;
+    w->fd = raise_fd(open(name_folder(w, folder), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+    if (w->fd < 0)
+        return false;
+    if (stat(name_fd(w->fd, name), &st) == 0 && S_ISREG(st.st_mode))
+        return true;
+    close(w->fd);
+    w->fd = -1;
+    return false;
+}
+
 static hsr_status create(writer *w)
 {
     char name[sizeof w->temporary];
-    snprintf(name, sizeof name, "%.*s.hisparse-save-XXXXXX", (int)folder_length(w), w->target);
-    w->fd = mkostemp(name, O_CLOEXEC);
-    if (w->fd < 0)
-        return refused(w, "no file can be made in its folder");
-    memcpy(w->temporary, name, sizeof name);
-    w->fd = raise_fd(w->fd);
+    if (!create_nameless(w)) {
+        snprintf(name, sizeof name, "%.*s.hisparse-save-XXXXXX", (int)folder_length(w), w->target);
+        w->fd = mkostemp(name, O_CLOEXEC);
+        if (w->fd < 0)
+            return refused(w, "no file can be made in its folder");
+        memcpy(w->temporary, name, sizeof name);
+        w->fd = raise_fd(w->fd);
+    }
     return w->fd < 0 || fchmod(w->fd, 0600) < 0 ? refused(w, "the new file cannot be used") : HSR_OK;
+}
+
+/* A name that a rename can take away again: nothing else can replace a file. */
+static hsr_status give_name(writer *w)
+{
+    char name[sizeof w->temporary], own[64];
+    for (uint32_t i = 0; ; i++) {
+        snprintf(name, sizeof name, "%.*s.hisparse-save-%06x", (int)folder_length(w), w->target, (uint32_t)(hsri_now_ns() + i) & 0xffffff);
+        if (linkat(AT_FDCWD, name_fd(w->fd, own), AT_FDCWD, name, AT_SYMLINK_FOLLOW) == 0)
+            break;
+        if (errno != EEXIST || i == 100)
+            return refused(w, "the new file cannot be named");
+    }
+    memcpy(w->temporary, name, sizeof name);
+    return HSR_OK;
 }
 
 /* All of its room at once: a full disk is told before anything was written. */
@@ -122,11 +170,13 @@ static hsr_status publish(writer *w)
 {
     if (fsync(w->fd) < 0)
         return refused(w, "cannot be brought to disk");
+    if (!w->temporary[0])
+        HSRI_TRY(give_name(w));
     if (rename(w->temporary, w->target) < 0)
         return refused(w, "cannot take the place of the old file");
     w->temporary[0] = 0;
-    w->target[folder_length(w)] = 0;
-    const int folder = open(w->target[0] ? w->target : ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    char name[sizeof w->target];
+    const int folder = open(name_folder(w, name), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (folder >= 0) {
         fsync(folder);      /* some file systems refuse; the file itself is there */
         close(folder);
