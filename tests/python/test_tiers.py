@@ -206,6 +206,92 @@ def test_pages_read_back(model_file, cold):
                     assert np.abs(got - exact).max() <= error * np.abs(exact).max()
 
 
+def test_pieces_that_were_freed_are_room_again(model_file):
+    """Sessions that grew in turns, every second of them gone: one that needs all that is free gets it, and the others go on undisturbed."""
+    draws = np.random.default_rng(8)
+    lengths = [int(n) for n in draws.integers(64, 900, 24)]
+    with hs.load(model_file, threads=2, hot="36MiB") as model:
+        def go_on(session, k):
+            session.append(IDS[3000 + k : 3020 + k])
+            return session.generate(max_tokens=4, ignore_eos=True, return_details=True).tokens
+
+        sessions = [model.session(**options("dense", "bf16")) for _ in lengths]
+        for start in range(0, 900, 100):
+            for k, (session, length) in enumerate(zip(sessions, lengths, strict=True)):
+                if start < length:
+                    session.append(IDS[k + start : k + min(start + 100, length)])
+                    session.prefill()
+        for session in sessions[::2]:
+            session.close()
+        stats = model.stats()
+        assert stats.hot_largest_free_run < stats.hot_blocks_total - stats.hot_blocks_used
+        large, n = model.session(context=20000, beyond_trained=True, **options("dense", "bf16")), 18000
+        while n > 0:
+            try:
+                large.append(np.resize(IDS, n))
+                break
+            except hs.NoSpaceError:
+                n -= 64
+        large.prefill()
+        free = model.stats()
+        assert n > 3000 and free.hot_blocks_total - free.hot_blocks_used <= 1
+        with pytest.raises(hs.NoSpaceError):
+            large.append(IDS[: 64 * 51])    # a block more than there is
+        got = [session.logits([5]) for session in sessions[1::2]]
+        large.close()
+        more = [go_on(session, k) for k, session in enumerate(sessions[1::2])]
+        for k, length in list(enumerate(lengths))[1::2]:
+            sessions[k].close()
+            with model.session(**options("dense", "bf16")) as alone:
+                alone.append(IDS[k : k + length])
+                assert np.array_equal(alone.logits([5]), got[k // 2])
+                assert go_on(alone, k // 2) == more[k // 2]
+        assert model.stats().hot_blocks_used == 0
+
+
+@pytest.fixture(scope="module")
+def poisonous(tmp_path_factory):
+    """Token 300 alone makes values that are not finite; all others know nothing of it."""
+    folder = tmp_path_factory.mktemp("poison")
+    cfg = tiny.config(num_hidden_layers=3, head_dim=64, max_position_embeddings=8192)
+    weights = tiny.weights(cfg, 9)
+    embedding, values = weights["model.embed_tokens.weight"], weights["model.layers.0.self_attn.v_proj.weight"]
+    embedding[:, 0] = embedding[300] = 0
+    embedding[300, 0], values[5, 0] = 10, 3e38
+    convert(tiny.write_hf(folder / "hf", cfg, weights), folder / "m.hsr", dtype="f32")
+    return folder / "m.hsr"
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_numbers_that_are_none_stay_with_their_session(poisonous, cold, tmp_path, kv):
+    """Squeezed beside another: it is told, can be neither saved nor forked, and is well again without those tokens."""
+    with hs.load(poisonous, threads=2) as model:
+        want = []
+        for n in (2000, 1500):
+            with model.session(**options("dense", kv)) as session:
+                session.append(IDS[:n])
+                want.append(session.generate(max_tokens=4, ignore_eos=True, return_details=True).tokens)
+    with hs.load(poisonous, threads=2, chunk=128, hot="11MiB", cold=cold, cold_size="64MiB") as model:
+        ill, other = (model.session(**options("dense", kv)) for _ in range(2))
+        ill.append(IDS[:2000])
+        ill.prefill()
+        other.append(IDS[:1500])
+        other.prefill()
+        ill.append([300, *IDS[:2]])
+        with pytest.raises(hs.NonFiniteError):
+            ill.generate(max_tokens=1)
+        for refused in (lambda: ill.save(tmp_path / "s"), ill.fork, lambda: ill.append([5])):
+            with pytest.raises(hs.StateError, match="not finite"):
+                refused()
+        assert not (tmp_path / "s").exists()
+        assert other.generate(max_tokens=4, ignore_eos=True, return_details=True).tokens == want[1]
+        ill.truncate(2000)
+        assert ill.generate(max_tokens=4, ignore_eos=True, return_details=True).tokens == want[0]
+        ill.close()
+        other.close()
+        assert model.stats().hot_blocks_used == model.stats().cold_bytes_used == 0
+
+
 def test_forks_share_cold_pages(model_file, cold):
     with hs.load(model_file, threads=2) as model, model.session(**options("dense", "bf16")) as session:
         session.append(IDS)
