@@ -281,6 +281,18 @@ def test_conversions_calibrate(models, tmp_path):
         assert done.returncode == 0 and not done.stderr and target.with_suffix(".hsrcal").exists() == found
 
 
+def test_a_calibration_of_weights_that_were_replaced_is_removed(models, tmp_path):
+    target, sidecar = tmp_path / "m.hsr", tmp_path / "m.hsrcal"
+    other = tmp_path / "other"
+    cfg = tiny.config(max_position_embeddings=4096)
+    tiny.write_hf(other, cfg, tiny.weights(cfg, 99))
+    assert shell.run("convert", models / "hf", target, "--dtype", "f32").returncode == 0
+    assert shell.run("convert", models / "hf", target, "--dtype", "q8", "--no-calibrate").stderr == "" and sidecar.exists(), "the same weights"
+    done = shell.run("convert", other, target, "--no-calibrate")
+    assert done.returncode == 0 and "made for other weights, and is removed" in done.stderr and not sidecar.exists()
+    assert shell.run("generate", target, "-p", "x", "--raw", "--max-tokens", 1).returncode == 0
+
+
 def test_the_command_refuses(models, tmp_path):
     (tmp_path / "short.txt").write_text("too short")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")

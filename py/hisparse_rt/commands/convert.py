@@ -6,7 +6,8 @@ import argparse
 import os
 
 from .. import progress
-from ..errors import HisparseError
+from ..calibration import beside, read_calibration
+from ..errors import FormatError, HisparseError, VersionError
 from . import common
 
 HELP = "convert a Hugging Face folder or a GGUF file to a model file"
@@ -24,9 +25,28 @@ def run(args: argparse.Namespace) -> int:
     from ..tools import convert_cli
 
     code = convert_cli.run(args)
-    if code == 0 and not args.no_calibrate:
-        _calibrate(os.path.realpath(args.dst))
+    if code == 0:
+        model = os.path.realpath(args.dst)
+        _drop_stale(model)
+        if not args.no_calibrate:
+            _calibrate(model)
     return code
+
+
+def _drop_stale(model: str) -> None:
+    """A calibration that belonged to the file that was replaced would keep the new one from loading."""
+    from ..tools.hsr_file import HsrFile
+
+    file = beside(model)
+    if not os.path.isfile(file):
+        return
+    with HsrFile(model) as converted:
+        source = converted.metadata.get("hisparse.source")
+    try:
+        read_calibration(file, source)
+    except (FormatError, VersionError):
+        os.unlink(file)
+        common.say(f"{file} was made for other weights, and is removed")
 
 
 def _calibrate(model: str) -> None:
