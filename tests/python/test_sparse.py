@@ -82,6 +82,25 @@ def test_budget_of_everything_is_dense(paths):
         assert np.array_equal(run(model, appends, rules), run(model, appends, rules, profile=0))
 
 
+@pytest.mark.parametrize("selector", ["minmax", "mean", "classic", "random", "gaussian", "history", "oracle"])
+@pytest.mark.parametrize("sink", [0, 64])
+def test_lengths_around_the_borders_of_pages(paths, selector, sink):
+    """Too short for a selection, one unit, one page more or less: never a number that is none, and dense if the budget is enough."""
+    pages = {"window_size": 64, "rollback_tokens": 64}
+    with hs.load(paths / "tiny-q8.hsr", threads=2, ram="64MiB") as model:
+        for length in (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257):
+            def rows(profile, sink, length=length):
+                with model.session(profile=profile, sink_size=sink, **pages) as session:
+                    return np.concatenate([session.logits(IDS[:length]), session.logits([7])])
+
+            dense = rows(0, 64)
+            for budget in (16, 64, 1 << 20):
+                got = rows(Profile(selector=selector, budget=budget, dense_below=0, prefill_budget=budget, prefill_dense_below=0), sink)
+                assert np.isfinite(got).all()
+                if budget == 1 << 20 and selector != "history":
+                    assert np.array_equal(got, dense)
+
+
 @pytest.mark.parametrize("selector", ["minmax", "mean", "classic", "random", "gaussian"])
 def test_selectors_without_calibration(paths, selector):
     """Finite results that no batch changes, and a report of what was covered."""
