@@ -332,6 +332,13 @@ def test_outputs_never_replace_what_they_must_not(refuses, path, tmp_path) -> No
     assert sorted(os.listdir(tmp_path)) == ["ids.json", "link", "m.hsr", "old", "pipe"]
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs a folder that nobody can write")
+def test_a_folder_that_takes_no_file_is_told_before_anything_is_computed(refuses, path, tmp_path) -> None:
+    (tmp_path / "ids.json").write_text("[1]")
+    for arguments in (("calibrate", path, "--out"), ("logits", path, "--ids", tmp_path / "ids.json", "--out"), ("bench", path, "--json")):
+        refuses(*arguments, "/proc/self/x", text="cannot write /proc/self/x: no file can be made in /proc/")
+
+
 def test_transcripts_to_impossible_places(path, tmp_path) -> None:
     lines = [f"/save {name}" for name in ("/", ".", "~nobody-here/x", f"{tmp_path}/no/x", "a\0b", str(path))]
     done = run("chat", path, input="\n".join(lines), stdin=None, cwd=tmp_path)

@@ -221,6 +221,8 @@ def check_output(name: str, *, sources: tuple[str, ...] = ()) -> Path:
     path = Path(os.path.realpath(name))  # a link stays a link
     if path.is_dir() or not path.parent.is_dir():
         raise InvalidError(f"cannot write {name}: " + ("it is a folder" if path.is_dir() else f"there is no folder {path.parent}"))
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise InvalidError(f"cannot write {name}: no file can be made in {path.parent}")
     if path.exists() and any(os.path.exists(source) and path.samefile(source) for source in sources):
         raise InvalidError(f"cannot write {name}: this command reads it")
     return path
