@@ -18,6 +18,7 @@
 #include "base/clock.h"
 #include "base/cpu.h"
 #include "base/log.h"
+#include "base/memory.h"
 #include "base/rng.h"
 #include "base/status.h"
 #include "base/threads.h"
@@ -272,6 +273,54 @@ static void test_quota(void)
     write_file("cpu/cpu.cfs_period_us", "100000\n");
     CHECK(quota("3:cpu:/\n") == INT32_MAX);
     CHECK(quota("3:cpu:/x\n") == 4);
+}
+
+static uint64_t memory(const char *membership, bool left)
+{
+    char path[256];
+    write_file("membership", membership);
+    snprintf(path, sizeof(path), "%s/membership", folder);
+    return hsri_memory_limit(path, folder, left);
+}
+
+/* A service, or a container that sees the host's tree, in a group below the root. */
+static void test_memory_limit(void)
+{
+    CHECK(memory("", false) == UINT64_MAX && memory("0::/a/b\n", true) == UINT64_MAX);
+    write_file("a/b/memory.max", "max\n");
+    CHECK(memory("0::/a/b\n", false) == UINT64_MAX);
+    write_file("a/memory.max", "5000000\n");
+    write_file("a/memory.current", "4000000\n");
+    CHECK(memory("0::/a/b\n", false) == 5000000 && memory("0::/a/b\n", true) == 1000000);
+    write_file("a/memory.stat", "anon 500000\nfile 3600000\nworkingset_refault_file 7\ninactive_file 2500000\nactive_file 1000000\n");
+    CHECK(memory("0::/a/b\n", true) == 4500000);
+    write_file("a/b/memory.max", "100\n");
+    write_file("a/b/memory.current", "200\n");
+    CHECK(memory("0::/a/b\n", true) == 0 && memory("0::/a\n", true) == 4500000 && memory("0::/elsewhere\n", true) == UINT64_MAX);
+    write_file("memory/x/memory.limit_in_bytes", "3000000\n");
+    write_file("memory/x/memory.usage_in_bytes", "2000000\n");
+    write_file("memory/x/memory.stat", "inactive_file 1\ntotal_inactive_file 500000\ntotal_active_file 500000\n");
+    CHECK(memory("5:cpu:/x\n3:memory:/x/gone\n", false) == 3000000 && memory("3:memory:/x\n0::/a\n", true) == 2000000);
+    write_file("memory/x/memory.limit_in_bytes", "9223372036854771712\n");
+    CHECK(memory("3:memory:/x\n", false) > 1ull << 62);
+    CHECK(hsri_memory_available() <= hsri_memory_total() && hsri_memory_available() > 0);
+}
+
+/* Half of what is available must be had. */
+static void test_address_space(void)
+{
+    fflush(NULL);
+    const pid_t pid = fork();
+    if (pid == 0) {
+        const struct rlimit limit = { 1ull << 60, RLIM_INFINITY };
+        const uint64_t all = hsri_memory_available();
+        setrlimit(RLIMIT_AS, &limit);
+        const uint64_t same = hsri_memory_available();
+        setrlimit(RLIMIT_AS, &(struct rlimit){ 300ull << 20, RLIM_INFINITY });
+        _exit(!(same > all / 2 && hsri_memory_available() < 300ull << 20));
+    }
+    int status = 0;
+    CHECK(pid > 0 && waitpid(pid, &status, 0) == pid && WIFEXITED(status) && WEXITSTATUS(status) == 0);
 }
 
 static void test_cpu(void)
@@ -544,10 +593,12 @@ int main(int argc, char **argv)
     if (CHECK(mkdtemp(folder) != NULL)) {
         char command[128];
         test_quota();
+        test_memory_limit();
         snprintf(command, sizeof(command), "rm -rf '%s'", folder);
         CHECK(system(command) == 0);
     }
     test_cpu();
+    test_address_space();
     test_clock();
     test_parallel(1);
     test_parallel(2);
