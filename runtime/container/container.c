@@ -19,6 +19,7 @@
 #include <unistd.h>
 
 #include "base/array.h"
+#include "base/fd.h"
 #include "base/status.h"
 
 #define VERSION           3
@@ -494,21 +495,14 @@ static hsr_status read_file(reader *r)
     return check_overlap(r);
 }
 
-/* A descriptor above 2, whatever the host has closed: its prints must not land in a model. O_NONBLOCK: opening a named
- * pipe must not wait for a writer; it means nothing for a regular file. */
+/* O_NONBLOCK: opening a named pipe must not wait for a writer; it means nothing for a regular file. */
 static int open_file(const char *path)
 {
     int fd;
     do {
         fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
     } while (fd < 0 && errno == EINTR);
-    if (fd < 0 || fd > 2)
-        return fd;
-    int above = fcntl(fd, F_DUPFD_CLOEXEC, 3);
-    int refusal = errno;
-    close(fd);
-    errno = refusal;
-    return above;
+    return hsri_raise_fd(fd);
 }
 
 static hsr_status map_file(hsri_container *c, int fd, hsr_error *err)

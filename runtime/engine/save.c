@@ -17,6 +17,7 @@
 #include "base/array.h"
 #include "base/clock.h"
 #include "base/crc32c.h"
+#include "base/fd.h"
 #include "base/status.h"
 
 typedef struct writer {
@@ -67,17 +68,6 @@ static size_t folder_length(const writer *w)
     return slash ? (size_t)(slash - w->target) + 1 : 0;
 }
 
-/* Above 2, whatever the host has closed: its prints must not land in the file. */
-static int raise_fd(int fd)
-{
-    if (fd < 0 || fd > 2)
-        return fd;
-    const int above = fcntl(fd, F_DUPFD_CLOEXEC, 3), refusal = errno;
-    close(fd);
-    errno = refusal;
-    return above;
-}
-
 static const char *name_folder(const writer *w, char *name)
 {
     const size_t length = folder_length(w);
@@ -98,7 +88,7 @@ static bool create_nameless(writer *w)
 {
     char folder[sizeof w->target], name[64];
     struct stat st;
-    w->fd = raise_fd(open(name_folder(w, folder), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
+    w->fd = hsri_raise_fd(open(name_folder(w, folder), O_TMPFILE | O_RDWR | O_CLOEXEC, 0600));
     if (w->fd < 0)
         return false;
     if (stat(name_fd(w->fd, name), &st) == 0 && S_ISREG(st.st_mode))
@@ -117,7 +107,7 @@ static hsr_status create(writer *w)
         if (w->fd < 0)
             return refused(w, "no file can be made in its folder");
         memcpy(w->temporary, name, sizeof name);
-        w->fd = raise_fd(w->fd);
+        w->fd = hsri_raise_fd(w->fd);
     }
     return w->fd < 0 || fchmod(w->fd, 0600) < 0 ? refused(w, "the new file cannot be used") : HSR_OK;
 }

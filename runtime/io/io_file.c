@@ -14,6 +14,7 @@
 
 #include "base/array.h"
 #include "base/clock.h"
+#include "base/fd.h"
 #include "base/rng.h"
 #include "base/status.h"
 #include "io/io_internal.h"
@@ -113,7 +114,7 @@ static int open_and_unlink(const char *directory, hsr_error *err, hsr_status *st
     if (fd >= 0)
         unlink(path);
     free(path);
-    return fd;
+    return hsri_raise_fd(fd);
 }
 
 static hsr_status open_anonymous(hsri_io_file *file, const char *directory, hsr_error *err)
@@ -123,7 +124,7 @@ static hsr_status open_anonymous(hsri_io_file *file, const char *directory, hsr_
     errno = error;
     /* O_EXCL: the file can never be given a name. */
     if (!error)
-        file->fd = open(directory, O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600);
+        file->fd = hsri_raise_fd(open(directory, O_TMPFILE | O_EXCL | O_RDWR | O_CLOEXEC, 0600));
     if (!error && file->fd < 0 && (errno == EOPNOTSUPP || errno == EISDIR || errno == EINVAL))
         file->fd = open_and_unlink(directory, err, &status);
     if (file->fd >= 0)
@@ -201,7 +202,7 @@ static hsr_status open_existing(hsri_io_file *file, const char *path, hsr_error 
     int error = hsri_io_action_error(file->io, HSRI_IO_OPEN);
     errno = error;
     if (!error)
-        file->fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+        file->fd = hsri_raise_fd(open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
     if (file->fd < 0)
         return hsri_fail_sys(err, HSR_E_IO, errno, "%s: cannot open the file", file->shown);
     if (fstat(file->fd, &st) != 0)

@@ -25,6 +25,7 @@ hsr_status hsri_uring_create(const hsri_io *io, hsri_io_engine **out, hsr_error 
 #include <unistd.h>
 
 #include "base/array.h"
+#include "base/fd.h"
 
 #define SPARE_ENTRIES 2u     /* beside ops: the watch of the wake descriptor, a time-out of liburing's on old kernels */
 #define NS_PER_S      UINT64_C(1000000000)
@@ -254,7 +255,17 @@ static int open_ring(uring_engine *e, uint32_t entries)
         params = (struct io_uring_params){ 0 };
         rc = io_uring_queue_init_params(entries, &e->ring, &params);
     }
-    return rc;
+    if (rc < 0)
+        return rc;
+    const int fd = hsri_raise_fd(e->ring.ring_fd), refusal = errno;
+    e->ring.ring_fd = fd;
+#ifdef HSRI_RING_HAS_ENTER_FD
+    e->ring.enter_ring_fd = fd;
+#endif
+    if (fd >= 0)
+        return 0;
+    io_uring_queue_exit(&e->ring);
+    return -refusal;
 }
 
 /* One operation there and back. Also refuses kernels before 5.6, which lack the plain read and write. */
@@ -306,7 +317,7 @@ static hsr_status set_up(uring_engine *e, const hsri_io *io, hsr_error *err)
         io_uring_queue_exit(&e->ring);
         return hsri_fail_sys(err, HSR_E_UNSUPPORTED, -rc, "io_uring does not work%s", remedy(-rc));
     }
-    e->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    e->wake_fd = hsri_raise_fd(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
     if (e->wake_fd < 0) {
         rc = errno;
         io_uring_queue_exit(&e->ring);

@@ -3,6 +3,7 @@
  * tokens are kept and computed again give what they would have given, other sessions do not notice, and every counter is back. */
 #define _GNU_SOURCE 1
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
@@ -552,6 +553,34 @@ static void without_memlock(void)
         talk_with_log(&o);
 }
 
+/* A host without standard streams: their numbers stay free, for what it prints must not land in a file of pages, nor must a stream that
+ * it opens later take such a file's place. */
+static void without_streams(void)
+{
+    static const int32_t engines[] = { HSR_IO_AUTO, HSR_IO_PREAD };
+    char path[80];
+    talk t;
+    set_disk((hsri_io_fault){ 0 }, 0, 0, 0);
+    snprintf(path, sizeof path, "%s.save", folder);
+    for (int fd = 0; fd < 3; fd++)
+        close(fd);
+    for (int i = 0; i < 2; i++) {
+        hsr_engine_opts o = options(HOT, true);
+        hsr_engine *e;
+        hsr_session *again = NULL;
+        o.io_engine = engines[i];
+        CHECK(hsr_engine_create(model, &o, &e, &err) == HSR_OK);
+        begin_talk(&t, e);
+        CHECK(hsr_session_prefill(t.a, NULL, NULL, &err) == HSR_OK && stats(e).cold_pages > 0);
+        CHECK(hsr_session_save(t.b, path, NULL, NULL, &err) == HSR_OK && hsr_session_restore(e, path, NULL, &again, &err) == HSR_OK);
+        for (int fd = 0; fd < 3; fd++)
+            CHECK(fcntl(fd, F_GETFD) < 0);
+        CHECK(hsr_session_destroy(&again, &err) == HSR_OK);
+        end_talk(&t);
+    }
+    unlink(path);
+}
+
 /* Pages go and come until the process is killed. */
 static void talk_forever(void)
 {
@@ -611,6 +640,7 @@ static void all_others(void)
     find_expected();
     CHECK(in_child(without_io_uring) == 0);
     CHECK(in_child(without_memlock) == 0);
+    CHECK(in_child(without_streams) == 0);
     test_kill();
     test_full_disk();
     test_bad_reads();
