@@ -5,6 +5,7 @@ cffi releases the interpreter lock during every call, so a Python thread that co
 """
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import threading
@@ -96,6 +97,20 @@ def refuse_copies(name: str, hint: str) -> Callable[..., Any]:
         raise TypeError(f"a {name} holds native memory and cannot be copied or pickled; {hint}")
 
     return __reduce_ex__
+
+
+# ---- the end of the process ----------------------------------------------------------------------------------------
+
+_ending = threading.Event()
+weakref.finalize(Handle, int).detach()  # so that the finalizers' turn is set, and comes after this
+atexit.register(_ending.set)
+
+
+def rest_at_exit() -> None:
+    """At the end of the process only daemon threads are left, and their work is ended so that nothing computes in memory that goes.
+    That is no failure to report: such a thread stands still, as Python's own do."""
+    if _ending.is_set() and threading.current_thread() is not threading.main_thread():
+        threading.Event().wait()
 
 
 # ---- progress of long computations ---------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 import numpy as np
 import numpy.typing as npt
 
-from ._library import Handle, call, ffi, lib, new_struct, refuse_copies, watched
+from ._library import Handle, call, ffi, lib, new_struct, refuse_copies, rest_at_exit, watched
 from .checks import file_name, integer
-from .errors import BusyError, ContextError, InvalidError
+from .errors import BusyError, ContextError, InvalidError, WorkCancelledError
 from .ids import Ids, as_ids
 from .request import Sampling, SamplingOptions
 from .result import Result
@@ -351,8 +351,12 @@ class Session:
         return self._inside
 
     def _call(self, function: Callable[..., int], *arguments: Any, err: Any = None) -> int:
-        with self._exclusive():
-            return call(function, self._handle.pointer, *arguments, err=err)
+        try:
+            with self._exclusive():
+                return call(function, self._handle.pointer, *arguments, err=err)
+        except WorkCancelledError:
+            rest_at_exit()
+            raise
 
     def _check_not_streaming(self) -> None:
         if self._streaming:

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
-from ._library import error_text, lib, new_struct, refuse_copies
+from ._library import error_text, lib, new_struct, refuse_copies, rest_at_exit
 from .errors import BusyError, StateError, from_status
 from .request import Sampling
 from .result import Result, TokenLogprob
@@ -71,6 +71,7 @@ class Stream(Generator[str, None, None]):
             raise
         except BaseException:
             self.close()
+            rest_at_exit()
             raise
 
     def read(self) -> str:

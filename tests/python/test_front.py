@@ -992,10 +992,17 @@ def test_the_runtime_is_silent(random_path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+LONG_STEP = (
+    "long = model.session(context=100_000, beyond_trained=True); long.append([5] * 30_000); "
+    "d = threading.Thread(target=lambda: print(long.generate(max_tokens=9)), daemon=True); d.start(); time.sleep(0.3); sys.exit(6)"
+)
+"""The end comes while a daemon thread is inside a step."""
+
+
 @pytest.mark.parametrize(
     ("end", "code"),
     [("", 0), ("sys.exit(3)", 3), ("os._exit(4)", 4), ("raise SystemExit(5)", 5), ("t.start(); time.sleep(0.05)", 0),
-     ("p = model.agenerate('x')", 0)],
+     ("p = model.agenerate('x')", 0), (LONG_STEP, 6)],
 )
 def test_the_interpreter_ends_cleanly(random_path, end, code) -> None:
     done = run_python(
