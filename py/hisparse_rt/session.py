@@ -103,7 +103,7 @@ class Session:
         if profile is not None:
             opts.profile = model.profile_id(profile)
         self._opened(model)
-        with model._native.engine.lock:
+        with model._native.engine.lock, self._closed_if_interrupted():
             call(lib.hsr_session_create, model._native.engine.pointer, opts, self._handle.box)
         model._sessions.add(self)
 
@@ -157,7 +157,8 @@ class Session:
         self._check_not_streaming()
         fork = Session.__new__(Session)
         fork._opened(self.model)
-        self._call(lib.hsr_session_fork, fork._handle.box)
+        with fork._closed_if_interrupted():
+            self._call(lib.hsr_session_fork, fork._handle.box)
         self.model._sessions.add(fork)
         return fork
 
@@ -249,7 +250,8 @@ class Session:
             engine = native.engine.pointer
             native.inside[0] += 1
         try:
-            call(lib.hsr_session_restore, engine, name, opts, session._handle.box)
+            with session._closed_if_interrupted():
+                call(lib.hsr_session_restore, engine, name, opts, session._handle.box)
         finally:
             with native.engine.lock:
                 native.inside[0] -= 1
@@ -343,6 +345,15 @@ class Session:
     __reduce_ex__ = refuse_copies("session", "use fork() for a second one")
 
     # ---- inside
+
+    @contextlib.contextmanager
+    def _closed_if_interrupted(self) -> Iterator[None]:
+        """Around the call that makes the native session: Ctrl-C arrives behind it, and its traceback would keep the session alive."""
+        try:
+            yield
+        except BaseException:
+            self._handle.close()
+            raise
 
     def _exclusive(self) -> threading.Lock:
         # Asking first and locking then is not atomic, but the lock statement is safe against Ctrl-C; who loses the race waits.
