@@ -62,7 +62,8 @@ static uint64_t address_space_left(void)
 
 uint64_t hsri_memory_total(void)
 {
-    return hsri_min(number_in_file("/proc", "meminfo", "MemTotal:") * 1024, hsri_memory_limit("/proc/self/cgroup", "/sys/fs/cgroup", false));
+    const uint64_t system = number_in_file("/proc", "meminfo", "MemTotal:") * 1024;
+    return hsri_min(system, hsri_memory_limit("/proc/self/cgroup", "/sys/fs/cgroup", false));
 }
 
 uint64_t hsri_memory_available(void)

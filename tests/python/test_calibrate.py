@@ -287,7 +287,8 @@ def test_a_calibration_of_weights_that_were_replaced_is_removed(models, tmp_path
     cfg = tiny.config(max_position_embeddings=4096)
     tiny.write_hf(other, cfg, tiny.weights(cfg, 99))
     assert shell.run("convert", models / "hf", target, "--dtype", "f32").returncode == 0
-    assert shell.run("convert", models / "hf", target, "--dtype", "q8", "--no-calibrate").stderr == "" and sidecar.exists(), "the same weights"
+    done = shell.run("convert", models / "hf", target, "--dtype", "q8", "--no-calibrate")
+    assert done.returncode == 0 and done.stderr == "" and sidecar.exists(), "the same weights"
     done = shell.run("convert", other, target, "--no-calibrate")
     assert done.returncode == 0 and "made for other weights, and is removed" in done.stderr and not sidecar.exists()
     assert shell.run("generate", target, "-p", "x", "--raw", "--max-tokens", 1).returncode == 0

@@ -276,6 +276,13 @@ def test_the_largest_context_is_the_largest(path, tmp_path, kv, ram, cold_size) 
             session.append([5] * (n + 64))
 
 
+def test_inspect_of_a_folder_converts_and_no_more(tmp_path) -> None:
+    cfg = tiny.config(max_position_embeddings=4096)
+    tiny.write_hf(tmp_path / "hf", cfg, tiny.weights(cfg))
+    done = run("inspect", tmp_path / "hf", env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    assert done.returncode == 0 and [file.suffix for file in (tmp_path / "cache" / "hisparse_rt").iterdir()] == [".hsr"]
+
+
 def test_inspect_counts_the_format_that_is_asked_for(path) -> None:
     """A denser format takes less of a token and holds more of them."""
     found = {kv: json.loads(run("inspect", path, "--json", "--ram", "64MiB", "--kv", kv).stdout) for kv in ("f32", "bf16", "int8")}

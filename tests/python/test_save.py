@@ -488,7 +488,8 @@ def refuse_files_without_name() -> None:
     """As file systems do that have none: openat with O_TMPFILE fails with EOPNOTSUPP, in this process and for good."""
     libc, openat = ctypes.CDLL(None, use_errno=True), {"x86_64": 257, "aarch64": 56}[platform.machine()]
     flag = os.O_TMPFILE & ~os.O_DIRECTORY
-    code = [(0x20, 0, 0, 0), (0x15, 0, 3, openat), (0x20, 0, 0, 32), (0x45, 0, 1, flag),   # load nr, is it openat, load flags, has it the flag
+    # Load the number; is it openat? Load its flags; is the one among them?
+    code = [(0x20, 0, 0, 0), (0x15, 0, 3, openat), (0x20, 0, 0, 32), (0x45, 0, 1, flag),
             (0x06, 0, 0, 0x50000 | errno.EOPNOTSUPP), (0x06, 0, 0, 0x7FFF0000)]
     filters = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in code))
     program = struct.pack("=H6xQ", len(code), ctypes.addressof(filters))

@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.calibration is None and (os.path.isdir(args.model) or args.model.lower().endswith(".gguf")):
+        args.calibration = False  # looking needs none, and a conversion would take minutes to make one
     with common.open_model(args) as model:
         facts = collect(model, args)
     common.write(json.dumps(facts, ensure_ascii=False) + "\n" if args.json else _table(facts))
