@@ -28,6 +28,9 @@
 #define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
 #define TILE_LOAD(tile, at, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(at), "r"((size_t)(stride)) : "memory")
+/* The same for what is read once: it shall not push what is used again out of the first-level cache. */
+#define TILE_LOAD_ONCE(tile, at, stride) \
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile : : "r"(at), "r"((size_t)(stride)) : "memory")
 #define TILE_STORE(tile, at, stride) \
     __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(at), "r"((size_t)(stride)) : "memory")
 /* sums += inputs * weights */
@@ -299,7 +302,7 @@ INLINE void multiply_tiles(const linear_job *job, uint32_t tile, uint32_t n_tile
             fetch(weights, TILE_BYTES);
         }
         TILE_LOAD(6, weights, 64);
-        TILE_LOAD(4, x0, stride);
+        TILE_LOAD_ONCE(4, x0, stride);
         TILE_MULTIPLY(0, 4, 6);
         if (n_panels == 2) {
             if (b->once) {
@@ -309,7 +312,7 @@ INLINE void multiply_tiles(const linear_job *job, uint32_t tile, uint32_t n_tile
             TILE_MULTIPLY(1, 4, 7);
         }
         if (n_tiles == 2) {
-            TILE_LOAD(5, x1, stride);
+            TILE_LOAD_ONCE(5, x1, stride);
             TILE_MULTIPLY(2, 5, 6);
             if (n_panels == 2) {
                 TILE_MULTIPLY(3, 5, 7);
