@@ -6,7 +6,7 @@
  *   gate_up_silu     scratch = norm_linear(in);             out = silu_mul
  *   linear_add       scratch = linear(in);                  x += scratch
  *
- * A back end that has its own norm_linear sets it before hsri_compound_fill, and it serves the others, too.
+ * A back end that has one of its own sets it before hsri_compound_fill; its norm_linear serves the others, too.
  *
  * Scratch holds the normalised rows, then, behind them on a whole 64 bytes, the rows of the linear layer. */
 #include "device/device.h"
@@ -61,7 +61,10 @@ void hsri_compound_fill(hsri_ops *ops)
 {
     if (!ops->norm_linear)
         ops->norm_linear = norm_linear;
-    ops->qkv_rope_append = qkv_rope_append;
-    ops->gate_up_silu = gate_up_silu;
-    ops->linear_add = linear_add;
+    if (!ops->qkv_rope_append)
+        ops->qkv_rope_append = qkv_rope_append;
+    if (!ops->gate_up_silu)
+        ops->gate_up_silu = gate_up_silu;
+    if (!ops->linear_add)
+        ops->linear_add = linear_add;
 }

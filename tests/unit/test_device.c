@@ -731,34 +731,46 @@ static void check_same(rig *r, hsri_ref a, hsri_ref b, uint64_t bytes)
     free(y);
 }
 
-static void test_compound(rig *r)
+/* norm_linear, gate_up_silu and linear_add against the simple operations, bit for bit. n: gate and up of `hidden`, padded. */
+static void check_compound(rig *r, hsri_dtype dtype, uint32_t rows, uint32_t d, uint32_t hidden)
 {
-    enum { ROWS = 5, D = 48, N = 96, HIDDEN = 37 };   /* N: gate and up of 37, padded */
     const hsri_ops *ops = &r->dev->ops;
-    matrix   w = make_matrix(r, HSRI_DTYPE_Q8, N, D, 300);
+    const uint32_t  n = 2 * ((hidden + 15) / 16 * 16), n_sums = rows * n;
+    matrix   w = make_matrix(r, dtype, n, d, 300);
     float   *x, *gain, *bias, *sums;
-    hsri_ref in = upload_noise(r, 40, ROWS * D, &x), g = upload_noise(r, 41, D, &gain), b = upload_noise(r, 42, N, &bias);
-    hsri_ref sum = upload_noise(r, 43, ROWS * N, &sums), sum2 = upload(r, sums, ROWS * N * 4);
-    hsri_ref scratch = room(r, hsri_compound_scratch(ROWS, D, N) * 4), normed = room(r, ROWS * D * 4), wide = room(r, ROWS * N * 4);
-    hsri_ref out = room(r, ROWS * N * 4), silu = room(r, ROWS * HIDDEN * 4);
+    hsri_ref in = upload_noise(r, 40, rows * d, &x), g = upload_noise(r, 41, d, &gain), b = upload_noise(r, 42, n, &bias);
+    hsri_ref sum = upload_noise(r, 43, n_sums, &sums), sum2 = upload(r, sums, (uint64_t)n_sums * 4);
+    hsri_ref scratch = room(r, hsri_compound_scratch(rows, d, n) * 4), normed = room(r, (uint64_t)rows * d * 4);
+    hsri_ref wide = room(r, (uint64_t)n_sums * 4), out = room(r, (uint64_t)n_sums * 4), silu = room(r, (uint64_t)n_sums * 4);
 
-    ops->rms_norm(r->q, in, g, 1e-5f, ROWS, D, normed);
-    ops->linear(r->q, &w.m, b, normed, ROWS, wide);
-    ops->norm_linear(r->q, in, g, 1e-5f, &w.m, b, ROWS, scratch, out);
-    check_same(r, wide, out, ROWS * N * 4);
-    ops->silu_mul(r->q, wide, ROWS, HIDDEN, silu);
-    ops->gate_up_silu(r->q, in, g, 1e-5f, &w.m, b, ROWS, HIDDEN, scratch, out);
-    check_same(r, silu, out, ROWS * HIDDEN * 4);
-    ops->linear(r->q, &w.m, NONE, in, ROWS, wide);
-    ops->add(r->q, sum, wide, ROWS, N);
-    ops->linear_add(r->q, &w.m, NONE, in, ROWS, scratch, sum2);
-    check_same(r, sum, sum2, ROWS * N * 4);
+    ops->rms_norm(r->q, in, g, 1e-5f, rows, d, normed);
+    ops->linear(r->q, &w.m, b, normed, rows, wide);
+    ops->norm_linear(r->q, in, g, 1e-5f, &w.m, b, rows, scratch, out);
+    check_same(r, wide, out, (uint64_t)n_sums * 4);
+    ops->silu_mul(r->q, wide, rows, hidden, silu);
+    ops->gate_up_silu(r->q, in, g, 1e-5f, &w.m, b, rows, hidden, scratch, out);
+    check_same(r, silu, out, (uint64_t)rows * hidden * 4);
+    ops->linear(r->q, &w.m, b, in, rows, wide);
+    ops->add(r->q, sum, wide, rows, n);
+    ops->linear_add(r->q, &w.m, b, in, rows, scratch, sum2);
+    check_same(r, sum, sum2, (uint64_t)n_sums * 4);
     free(w.values);
     free(x);
     free(gain);
     free(bias);
     free(sums);
     rig_reset(r);
+}
+
+static void test_compound(rig *r)
+{
+    check_compound(r, HSRI_DTYPE_Q8, 5, 48, 37);
+    check_compound(r, HSRI_DTYPE_F32, 1, 40, 37);
+    check_compound(r, HSRI_DTYPE_Q4, 1, 96, 200);
+    check_compound(r, HSRI_DTYPE_BF16, 33, 64, 120);
+    /* more rows than a block has, and more columns than a worker keeps sums of; inputs that kernels take in parts */
+    check_compound(r, HSRI_DTYPE_Q8, 531, 32, 150);
+    check_compound(r, HSRI_DTYPE_Q4, 40, 1000, 45);
 }
 
 /* qkv_rope_append: the queries and the page it wrote, against the simple operations. */

@@ -89,6 +89,8 @@ static inline uint64_t hsri_prepared_stride(uint32_t k)
 /* Where codes and tail of a packed matrix are. */
 hsri_packed hsri_packed_at(const void *data, hsri_dtype dtype, uint32_t n, uint32_t k);
 uint64_t hsri_packed_bytes(hsri_dtype dtype, uint32_t n, uint32_t k);
+/* n_panels panels of a matrix, from `panel` on, as a matrix. */
+hsri_packed hsri_packed_panels(const hsri_packed *w, hsri_dtype dtype, uint32_t panel, uint32_t n_panels);
 
 static inline float hsri_bf16_to_f32(uint16_t b) { union { uint32_t u; float f; } v = { (uint32_t)b << 16 }; return v.f; }
 /* Round to nearest even; NaN stays NaN. */

@@ -28,6 +28,13 @@
 /* Pieces of a large matrix product: weights that stay in a core's cache while blocks of rows pass, and such a block. */
 #define WEIGHT_BYTES (512u << 10)
 #define INPUT_BYTES (1u << 20)
+/* Most rows of a block. Kernels with prepared inputs get as many whatever their bytes: they go through a part of the inputs of all rows at a
+ * time, and want many rows, to unpack weights for. */
+#define BLOCK_ROWS 512u
+/* Sums that are something's input are kept by the worker until they are: as many as stay in its core's cache. */
+#define KEPT_SUMS (64u << 10)
+
+_Static_assert(KEPT_SUMS + BLOCK_ROWS * HSRI_PANEL <= HSRI_CPU_SCRATCH, "a worker's scratch holds the sums it keeps");
 
 static hsri_cpu_device *cpu_of(hsri_queue *q) { return (hsri_cpu_device *)q->dev; }
 
@@ -306,103 +313,191 @@ static void prepare_run(const void *arg, uint64_t first, uint64_t end, uint32_t 
     }
 }
 
+typedef struct linear_job linear_job;
+
 /* An item is a run of panels times a block of rows; items of the same panels are neighbours. */
-typedef struct linear_job {
+struct linear_job {
     void       (*kernel)(const hsri_packed *w, uint32_t panel0, uint32_t panel1, const float *x, uint64_t x_stride, uint32_t n_rows,
                          const float *bias, float *out, uint64_t out_stride);
+    /* NULL: the sums are the output. Else it makes output of sums[n_rows][stride], which begin at `row` and `panel`. */
+    void       (*finish)(const linear_job *job, uint32_t row, uint32_t n_rows, uint32_t panel, uint32_t n_panels, const float *sums,
+                         uint64_t stride);
+    const hsri_cpu_device *dev;
     hsri_packed  w;
+    hsri_dtype   dtype;
     const float *bias, *in;
     float       *out;
     uint64_t     in_stride;
-    uint32_t     n_rows, n_panels, item_rows, item_panels, n_row_blocks;
-} linear_job;
+    uint32_t     n_rows, n_panels, n_out;                  /* n_out: width of out */
+    uint32_t     item_rows, item_panels, n_row_blocks;
+};
+
+/* x += sums */
+static void finish_add(const linear_job *job, uint32_t row, uint32_t n_rows, uint32_t panel, uint32_t n_panels, const float *sums,
+                       uint64_t stride)
+{
+    uint32_t column = panel * HSRI_PANEL, n = (uint32_t)hsri_min(job->n_out - column, n_panels * HSRI_PANEL);
+    float   *out = job->out + (uint64_t)row * job->n_out + column;
+
+    for (uint32_t i = 0; i < n_rows; i++)
+        job->dev->kernels.add(out + (uint64_t)i * job->n_out, sums + i * stride, n);
+}
+
+/* out = silu(gate) up; gate and up take turns as panels */
+static void finish_silu(const linear_job *job, uint32_t row, uint32_t n_rows, uint32_t panel, uint32_t n_panels, const float *sums,
+                        uint64_t stride)
+{
+    uint32_t column = panel / 2 * HSRI_PANEL, n = (uint32_t)hsri_min(job->n_out - column, n_panels / 2 * HSRI_PANEL);
+    float   *out = job->out + (uint64_t)row * job->n_out + column;
+
+    for (uint32_t i = 0; i < n_rows; i++)
+        job->dev->kernels.silu_mul(sums + i * stride, n, out + (uint64_t)i * job->n_out);
+}
+
+/* Some panels of an item, as a matrix of their own, so that their sums begin at its first column. */
+static void linear_keep(const linear_job *job, uint32_t row, uint32_t n_rows, uint32_t panel, uint32_t n_panels, float *sums)
+{
+    /* rows of sums an odd number of cache lines apart: columns should not share a cache set */
+    uint64_t    stride = (n_panels | 1) * HSRI_PANEL;
+    hsri_packed w = hsri_packed_panels(&job->w, job->dtype, panel, n_panels);
+
+    job->kernel(&w, 0, n_panels, job->in + row * job->in_stride, job->in_stride, n_rows,
+                job->bias ? job->bias + panel * HSRI_PANEL : NULL, sums, stride);
+    job->finish(job, row, n_rows, panel, n_panels, sums, stride);
+}
+
+static void linear_item(const linear_job *job, uint32_t row, uint32_t n_rows, uint32_t panel, uint32_t panel_end, uint32_t worker)
+{
+    uint32_t most = (uint32_t)hsri_max(KEPT_SUMS / HSRI_PANEL / n_rows & ~1u, 2);
+
+    if (!job->finish) {
+        job->kernel(&job->w, panel, panel_end, job->in + row * job->in_stride, job->in_stride, n_rows, job->bias,
+                    job->out + (uint64_t)row * job->n_out, job->n_out);
+        return;
+    }
+    for (uint32_t n; panel < panel_end; panel += n) {
+        n = (uint32_t)hsri_min(most, panel_end - panel);
+        linear_keep(job, row, n_rows, panel, n, hsri_cpu_scratch(job->dev, worker));
+    }
+}
 
 static void linear_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
     const linear_job *job = arg;
 
-    (void)worker;
     for (uint64_t i = first; i < end; i++) {
         uint32_t panel = (uint32_t)(i / job->n_row_blocks) * job->item_panels, row = (uint32_t)(i % job->n_row_blocks) * job->item_rows;
 
-        job->kernel(&job->w, panel, (uint32_t)hsri_min(panel + job->item_panels, job->n_panels), job->in + row * job->in_stride,
-                    job->in_stride, (uint32_t)hsri_min(job->item_rows, job->n_rows - row), job->bias, job->out + (uint64_t)row * job->w.n,
-                    job->w.n);
+        linear_item(job, row, (uint32_t)hsri_min(job->item_rows, job->n_rows - row), panel,
+                    (uint32_t)hsri_min(panel + job->item_panels, job->n_panels), worker);
     }
 }
 
 /* Cut the product into items and compute it. */
-static void linear_all(hsri_cpu_device *dev, linear_job *job, hsri_dtype dtype, uint32_t macs_per_ns)
+static void linear_all(hsri_cpu_device *dev, linear_job *job, uint32_t macs_per_ns, uint32_t block_rows)
 {
-    uint64_t bytes = hsri_packed_bytes(dtype, job->w.n, job->w.k);
+    uint64_t bytes = hsri_packed_bytes(job->dtype, job->w.n, job->w.k);
     uint64_t cost = hsri_max((uint64_t)job->w.n * job->w.k * job->n_rows / macs_per_ns, bytes / BYTES_PER_NS);
     uint64_t cached_panels = hsri_max(WEIGHT_BYTES * (uint64_t)job->n_panels / bytes, 1);
 
     /* blocks of equal size, as few as fit */
-    job->n_row_blocks = (uint32_t)hsri_div_up(job->n_rows * job->in_stride * sizeof(float), INPUT_BYTES);
+    job->n_row_blocks = (uint32_t)hsri_div_up(job->n_rows, block_rows);
     job->item_rows = (uint32_t)hsri_round_up(hsri_div_up(job->n_rows, job->n_row_blocks), 16);
     job->n_row_blocks = (uint32_t)hsri_div_up(job->n_rows, job->item_rows);
     job->item_panels = (uint32_t)hsri_min(items_per_task(dev, job->n_panels, cost / job->n_row_blocks), cached_panels);
-    /* kernels take panels in pairs if there are rows to use them on */
-    if (job->n_rows > HSRI_PANEL)
+    /* kernels take panels in pairs if there are rows to use them on, and gate and up belong together */
+    if (job->n_rows > HSRI_PANEL || job->finish == finish_silu)
         job->item_panels = (uint32_t)hsri_round_up(job->item_panels, 2);
     hsri_cpu_run_items(dev, hsri_div_up(job->n_panels, job->item_panels) * job->n_row_blocks, cost, linear_run, job);
 }
 
-/* A level that prepares inputs does so once for all panels, for as many rows at a time as there is room for. gain: of norm_linear. */
-static void linear_prepared(hsri_cpu_device *dev, linear_job job, hsri_dtype dtype, const float *gain, float eps)
+/* A level that prepares inputs does so once for all panels, for as many rows at a time as there is room for. gain: of a norm before. */
+static void linear_prepared(hsri_cpu_device *dev, linear_job job, const float *gain, float eps)
 {
     uint64_t    stride = hsri_prepared_stride(job.w.k), room = HSRI_CPU_PREPARED_BYTES / (stride * sizeof(float));
-    prepare_job prepare = { dev->kernels.prepare[dtype], job.in, hsri_cpu_at(dev, (hsri_ref){ .buf = dev->prepared }, 0), stride, job.w.k,
-                            dev, gain, eps };
+    prepare_job prepare = { dev->kernels.prepare[job.dtype], job.in, hsri_cpu_at(dev, (hsri_ref){ .buf = dev->prepared }, 0), stride,
+                            job.w.k, dev, gain, eps };
     uint32_t    n_rows = job.n_rows;
 
-    assert(room > 0);
+    assert(room > 0 && (!gain || job.w.k <= HSRI_CPU_SCRATCH));
     job.in = prepare.prepared;
     job.in_stride = stride;
     for (uint32_t row = 0; row < n_rows; row += job.n_rows) {
         job.n_rows = (uint32_t)hsri_min(room, n_rows - row);
         hsri_cpu_run_items(dev, job.n_rows, (uint64_t)job.n_rows * job.w.k / 8, prepare_run, &prepare);
-        linear_all(dev, &job, dtype, PREPARED_MACS_PER_NS);
+        linear_all(dev, &job, PREPARED_MACS_PER_NS, BLOCK_ROWS);
         prepare.in += (uint64_t)job.n_rows * job.w.k;
-        job.out += (uint64_t)job.n_rows * job.w.n;
+        job.out += (uint64_t)job.n_rows * job.n_out;
     }
 }
 
-static linear_job linear_of(hsri_cpu_device *dev, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref out)
+/* The product of n_rows rows, `n_out` wide when it is finished. */
+static linear_job linear_of(hsri_cpu_device *dev, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref out,
+                            uint32_t n_out)
 {
-    return (linear_job){ .kernel = dev->kernels.linear[w->dtype], .w = packed_of(dev, w), .bias = hsri_cpu_floats(dev, bias, w->n),
-                         .in = hsri_cpu_floats(dev, in, (uint64_t)n_rows * w->k), .in_stride = w->k,
-                         .out = hsri_cpu_floats(dev, out, (uint64_t)n_rows * w->n),
-                         .n_rows = n_rows, .n_panels = (uint32_t)hsri_div_up(w->n, HSRI_PANEL) };
+    return (linear_job){ .kernel = dev->kernels.linear[w->dtype], .dev = dev, .w = packed_of(dev, w), .dtype = w->dtype,
+                         .bias = hsri_cpu_floats(dev, bias, w->n), .in = hsri_cpu_floats(dev, in, (uint64_t)n_rows * w->k),
+                         .in_stride = w->k, .out = hsri_cpu_floats(dev, out, (uint64_t)n_rows * n_out), .n_rows = n_rows,
+                         .n_panels = (uint32_t)hsri_div_up(w->n, HSRI_PANEL), .n_out = n_out };
+}
+
+static void run_linear(hsri_cpu_device *dev, linear_job *job)
+{
+    if (job->n_rows == 0)
+        return;
+    if (dev->kernels.prepare[job->dtype])
+        linear_prepared(dev, *job, NULL, 0.0f);
+    else
+        linear_all(dev, job, MACS_PER_NS, (uint32_t)hsri_max(hsri_min(INPUT_BYTES / (job->in_stride * sizeof(float)), BLOCK_ROWS), 1));
+}
+
+/* Where inputs are prepared, normalised rows are prepared at once and go nowhere else. */
+static void run_norm_linear(hsri_queue *q, linear_job *job, hsri_ref in, hsri_ref gain, float eps, hsri_ref scratch)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    uint64_t         n = (uint64_t)job->n_rows * job->w.k;
+
+    if (!dev->kernels.prepare[job->dtype]) {
+        q->dev->ops.rms_norm(q, in, gain, eps, job->n_rows, job->w.k, scratch);
+        job->in = hsri_cpu_floats(dev, scratch, n);
+        run_linear(dev, job);
+    } else if (job->n_rows > 0) {
+        linear_prepared(dev, *job, hsri_cpu_floats(dev, gain, job->w.k), eps);
+    }
 }
 
 static void cpu_linear(hsri_queue *q, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref out)
 {
-    hsri_cpu_device *dev = cpu_of(q);
-    linear_job       job = linear_of(dev, w, bias, in, n_rows, out);
+    linear_job job = linear_of(cpu_of(q), w, bias, in, n_rows, out, w->n);
 
-    if (n_rows == 0)
-        return;
-    if (dev->kernels.prepare[w->dtype])
-        linear_prepared(dev, job, w->dtype, NULL, 0.0f);
-    else
-        linear_all(dev, &job, w->dtype, MACS_PER_NS);
+    run_linear(cpu_of(q), &job);
 }
 
-/* Where inputs are prepared, normalised rows are prepared at once and go nowhere else. */
+static void cpu_linear_add(hsri_queue *q, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref scratch, hsri_ref x)
+{
+    linear_job job = linear_of(cpu_of(q), w, bias, in, n_rows, x, w->n);
+
+    (void)scratch;
+    job.finish = finish_add;
+    run_linear(cpu_of(q), &job);
+}
+
 static void cpu_norm_linear(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, uint32_t n_rows,
                             hsri_ref scratch, hsri_ref out)
 {
-    hsri_cpu_device *dev = cpu_of(q);
+    linear_job job = linear_of(cpu_of(q), w, bias, in, n_rows, out, w->n);
 
-    if (!dev->kernels.prepare[w->dtype]) {
-        cpu_rms_norm(q, in, gain, eps, n_rows, w->k, scratch);
-        cpu_linear(q, w, bias, scratch, n_rows, out);
-    } else if (n_rows > 0) {
-        assert(w->k <= HSRI_ATTEND_SCRATCH);
-        linear_prepared(dev, linear_of(dev, w, bias, in, n_rows, out), w->dtype, hsri_cpu_floats(dev, gain, w->k), eps);
-    }
+    run_norm_linear(q, &job, in, gain, eps, scratch);
+}
+
+static void cpu_gate_up_silu(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, uint32_t n_rows,
+                             uint32_t n, hsri_ref scratch, hsri_ref out)
+{
+    linear_job job = linear_of(cpu_of(q), w, bias, in, n_rows, out, n);
+
+    assert(w->n == 2 * hsri_round_up(n, HSRI_PANEL));
+    job.finish = finish_silu;
+    run_norm_linear(q, &job, in, gain, eps, scratch);
 }
 
 /* ---- rope and append ---- */
@@ -565,6 +660,8 @@ void hsri_cpu_ops_fill(hsri_ops *ops)
     ops->rms_norm = cpu_rms_norm;
     ops->linear = cpu_linear;
     ops->norm_linear = cpu_norm_linear;
+    ops->gate_up_silu = cpu_gate_up_silu;
+    ops->linear_add = cpu_linear_add;
     ops->add = cpu_add;
     ops->silu_mul = cpu_silu_mul;
     ops->rope_append = cpu_rope_append;

@@ -45,6 +45,16 @@ hsri_packed hsri_packed_at(const void *data, hsri_dtype dtype, uint32_t n, uint3
     return w;
 }
 
+hsri_packed hsri_packed_panels(const hsri_packed *w, hsri_dtype dtype, uint32_t panel, uint32_t n_panels)
+{
+    uint32_t n0 = panel * HSRI_PANEL;
+    hsri_packed part = *w;
+    part.codes += code_bytes(dtype, n0, w->k);
+    part.tail = w->tail != NULL ? w->tail + tail_bytes(dtype, n0, w->k) : NULL;
+    part.n = (uint32_t)hsri_min(w->n - n0, n_panels * HSRI_PANEL);
+    return part;
+}
+
 uint16_t hsri_f32_to_bf16(float f)
 {
     uint32_t u;

@@ -364,15 +364,16 @@ static uint32_t next_part(uint32_t left, uint32_t most)
     return (uint32_t)hsri_div_up(left, hsri_div_up(left, most));
 }
 
-/* Many rows: blocks are unpacked once for all of them. */
+/* Many rows: blocks are unpacked once for all of them. The inputs of a block's runs serve all panels before those of the next are touched,
+ * so that they stay in the second-level cache even where whole rows would not. */
 INLINE void linear_many_rows(hsri_dtype dtype, const linear_job *job, uint32_t panel0, uint32_t panel1)
 {
     _Alignas(64) uint8_t unpacked[2 * BLOCK_RUNS * TILE_BYTES];
     uint32_t n_runs = job->w->n_runs;
-    for (uint32_t panel = panel0; panel < panel1; panel += 2) {
-        uint32_t n_panels = (uint32_t)hsri_min(2, panel1 - panel);
-        for (uint32_t run0 = 0, n; run0 < n_runs; run0 += n) {
-            n = next_part(n_runs - run0, BLOCK_RUNS);
+    for (uint32_t run0 = 0, n; run0 < n_runs; run0 += n) {
+        n = next_part(n_runs - run0, BLOCK_RUNS);
+        for (uint32_t panel = panel0; panel < panel1; panel += 2) {
+            uint32_t n_panels = (uint32_t)hsri_min(2, panel1 - panel);
             block b = { unpacked, n * TILE_BYTES, panel, run0, n, run0 == 0, run0 + n == n_runs, job->n_tiles <= 2 };
             uint64_t at = (uint64_t)panel * n_runs + run0;
             if (dtype == HSRI_DTYPE_BF16) {
