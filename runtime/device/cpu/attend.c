@@ -387,6 +387,13 @@ typedef struct merge_job {
     int          first;
 } merge_job;
 
+/* `restrict` and a divisor in a register, because then several quotients are made at a time. */
+static void divide(const float *restrict o, float l, uint32_t n, float *restrict out)
+{
+    for (uint32_t j = 0; j < n; j++)
+        out[j] = o[j] / l;
+}
+
 /* An item is one (row, head). A row that saw nothing has l = 0, and its NaN shows in the logits: it must not pass for a result. */
 static void merge_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
@@ -403,8 +410,8 @@ static void merge_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
         }
         for (uint32_t g = 0; g < job->n_groups; g++)
             job->kernels->merge(acc, job->part + (i * job->n_groups + g) * (2 + d), d);
-        for (uint32_t j = 0; job->out && j < d; j++)
-            job->out[i * d + j] = acc[2 + j] / acc[1];
+        if (job->out)
+            divide(acc + 2, acc[1], d, job->out + i * d);
     }
 }
 

@@ -554,32 +554,31 @@ INLINE weight_tile keys_at(const page_keys *k, uint32_t j, uint32_t token)
     return (weight_tile) { (j < k->whole ? k->at + j / 2 * line : k->rest) + token * 4, line };
 }
 
-/* 2^t: 2^floor(t) times a polynomial of the fraction, right to 3e-6. NaN stays NaN. */
+/* 2^t: 2^floor(t) times a polynomial of the fraction, right to 8e-5, a fiftieth of what rounding to bf16 may move it. NaN stays NaN. */
 INLINE __m512 exp2_near(__m512 t)
 {
     __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    __m512 p = _mm512_set1_ps(0x1.bb0b0ap-7f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.aa4a66p-5f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.ee718ap-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.62d1c4p-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.00002ap+0f));
+    __m512 p = _mm512_set1_ps(0x1.3f96a4p-4f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.cefc4cp-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.64444cp-1f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.fff632p-1f));
     return _mm512_scalef_ps(p, t);
 }
 
 /* What becomes of the scores of a query. */
 typedef struct softmax_state {
-    __m512 largest;   /* of each lane */
-    __m512 even, odd; /* sums of weights, of each lane */
+    __m512 largest;   /* of each lane, unscaled */
+    __m512 sum;       /* of weights, of each lane */
     float top;        /* maximum times log2(e) */
 } softmax_state;
 
 /* The largest of a tile's scores of 32 tokens from t on. A NaN never becomes the maximum. */
 static void take_largest(const hsri_attend_args *a, uint32_t query, uint32_t rows, uint32_t t, const float *scores, softmax_state *states)
 {
-    const __m512 lowest = _mm512_set1_ps(-INFINITY), factor = _mm512_set1_ps(a->scale);
+    const __m512 lowest = _mm512_set1_ps(-INFINITY);
     for (uint32_t r = 0; r < rows; r++, scores += HSRI_RUN) {
         uint32_t visible = a->visible[query + r], left = visible > t ? visible - t : 0;
-        __m512 low = _mm512_mul_ps(_mm512_load_ps(scores), factor), high = _mm512_mul_ps(_mm512_load_ps(scores + 16), factor);
+        __m512 low = _mm512_load_ps(scores), high = _mm512_load_ps(scores + 16);
         if (left < HSRI_RUN) {
             low = _mm512_mask_mov_ps(lowest, lanes(left), low);
             high = _mm512_mask_mov_ps(lowest, left > 16 ? lanes(left - 16) : 0, high);
@@ -591,7 +590,7 @@ static void take_largest(const hsri_attend_args *a, uint32_t query, uint32_t row
 
 /* A tile's scores of 32 tokens into bf16 weights exp(scale score - max), zeros for hidden tokens, in place: the weights of row r lie
  * over the scores of rows before it, or its own. The sums are of rounded weights, so that rounding does not move the mean of
- * the values. The weight of a NaN is NaN, and so are the sum and the output. */
+ * the values; pairs are added to them at a time. The weight of a NaN is NaN, and so are the sum and the output. */
 static void take_weights(const hsri_attend_args *a, uint32_t query, uint32_t rows, uint32_t t, float *scores, softmax_state *states)
 {
     const __m512 slope = _mm512_mul_ps(_mm512_set1_ps(a->scale), _mm512_set1_ps(0x1.715476p+0f));
@@ -608,8 +607,8 @@ static void take_weights(const hsri_attend_args *a, uint32_t query, uint32_t row
         }
         __m512i w = (__m512i)_mm512_cvtne2ps_pbh(high, low);
         _mm512_store_si512(weights, w);
-        states[r].even = _mm512_add_ps(states[r].even, _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)));
-        states[r].odd = _mm512_add_ps(states[r].odd, _mm512_castsi512_ps(_mm512_and_si512(w, upper)));
+        __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)), odd = _mm512_castsi512_ps(_mm512_and_si512(w, upper));
+        states[r].sum = _mm512_add_ps(states[r].sum, _mm512_add_ps(even, odd));
     }
 }
 
@@ -692,15 +691,16 @@ static void softmax_tile(const hsri_attend_args *a, const query_tiles *q, uint32
     softmax_state states[TILE_ROWS];
     uint32_t query = query0(q, tile);
     for (uint32_t r = 0; r < q->rows; r++) {
-        float max = _mm512_reduce_max_ps(found[query + r].largest);
+        /* the factor, being positive, can wait until here */
+        float max = _mm512_reduce_max_ps(found[query + r].largest) * a->scale;
         a->partials[query + r][0] = max;
-        states[r] = (softmax_state) { .even = _mm512_setzero_ps(), .odd = _mm512_setzero_ps(), .top = max * 0x1.715476p+0f };
+        states[r] = (softmax_state) { .sum = _mm512_setzero_ps(), .top = max * 0x1.715476p+0f };
     }
     for (score_step s = { tile, 0 }; s.t < most; s.t += HSRI_RUN) {
         take_weights(a, query, q->rows, s.t, scores_of(a, q, &s), states);
     }
     for (uint32_t r = 0; r < q->rows; r++) {
-        a->partials[query + r][1] = _mm512_reduce_add_ps(_mm512_add_ps(states[r].even, states[r].odd));
+        a->partials[query + r][1] = _mm512_reduce_add_ps(states[r].sum);
     }
 }
 
