@@ -19,6 +19,7 @@ static const limit limits[] = {
     { "exp", 3, 1e-44, "softmax weights of exactly representable scores" },
     { "scores", 12, 1e-44, "as linear, over a head; magnitude: scale * sum of |q k|" },
     { "attend", 24, 1e-44, "sums of weights over 1024 tokens; weights carry the error of their scores; magnitude: sum of p |v|" },
+    { "sum_exp", 6, 1e-44, "exp and a sum in double precision; magnitude: the sum" },
     { "merge", 8, 1e-44, "two exps, two products, a sum; magnitude: the absolute terms" },
 };
 
@@ -474,6 +475,28 @@ static void test_add(const hsri_kernels *kernels)
     }
 }
 
+static void test_sum_exp(const hsri_kernels *kernels)
+{
+    const limit *l = limit_of("sum_exp");
+    for (size_t w = 0; w < N_WIDTHS; w++) {
+        for (int banned = 0; banned < 2; banned++) {
+            uint32_t n = widths[w], at = random_below(n);
+            test_case("n=%u banned=%d", n, banned);
+            float *x = floats(n, VALUES_UNIT), max = -INFINITY;
+            double want = 0.0;
+            for (uint32_t i = 0; i < n; i++) {
+                x[i] = banned && i != at && i % 3 == 0 ? -INFINITY : 40.0f * x[i];
+                max = x[i] > max ? x[i] : max;
+            }
+            for (uint32_t i = 0; i < n; i++) {
+                want += exp((double)(x[i] - max));
+            }
+            check_close(l, "exact", 0, (float)kernels->sum_exp(x, n, max), want, want);
+            guard_free(x);
+        }
+    }
+}
+
 static void test_nonfinite(const hsri_kernels *kernels)
 {
     static const float bad[] = { NAN, -NAN, INFINITY, -INFINITY };
@@ -904,6 +927,8 @@ void test_level(const char *name, const hsri_kernels *kernels, const hsri_kernel
     RUN(test_add(kernels));
     snprintf(kernel, sizeof kernel, "merge");
     RUN(test_merge(kernels, reference));
+    snprintf(kernel, sizeof kernel, "sum_exp");
+    RUN(test_sum_exp(kernels));
     snprintf(kernel, sizeof kernel, "nonfinite");
     RUN(test_nonfinite(kernels));
 #undef RUN

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/cpu.h"
 #include "base/rng.h"
 #include "check.h"
 #include "device/cpu/sample.h"
@@ -22,6 +23,7 @@ static const hsri_sample_params plain = { .temperature = 1, .top_p = 1, .repetit
 static hsri_sampled sample(const float *logits, uint32_t n_tokens, const request *r)
 {
     static hsri_sample_work work;
+    static hsri_kernels kernels;
     hsri_sample_part parts[MAX_PARTS];
     hsri_sampled     out;
 
@@ -29,9 +31,10 @@ static hsri_sampled sample(const float *logits, uint32_t n_tokens, const request
         hsri_sample_work_free(&work);
         return (hsri_sampled){ 0 };
     }
+    hsri_kernels_fill(&kernels, hsri_cpu_isa() < HSR_ISA_AVX512 ? hsri_cpu_isa() : HSR_ISA_AVX512);
     CHECK(hsri_sample_work_grow(&work, n_tokens));
     for (uint32_t i = 0; i < hsri_sample_n_parts(n_tokens); i++)
-        hsri_sample_scan(logits, n_tokens, i, &parts[i]);
+        hsri_sample_scan(&kernels, logits, n_tokens, i, &parts[i]);
     memset(&out, 0xEE, sizeof out);
     hsri_sample_row(logits, n_tokens, parts, &r->p, r->bias, r->seen, &work, &out);
     return out;

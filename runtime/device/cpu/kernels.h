@@ -63,6 +63,8 @@ typedef struct hsri_kernels {
     void (*attend[HSRI_N_KV_TYPES])(const hsri_attend_args *a);
     /* acc = fold(acc, part): { m, l, o[d] } each; an empty part (l = 0) changes nothing, not even bits */
     void (*merge)(float *acc, const float *part, uint32_t head_dim);
+    /* sum of exp(x[i] - max), where max is the largest and finite; x may be -infinity */
+    double (*sum_exp)(const float *x, uint64_t n, float max);
     /* 1 if any of n floats is NaN or infinite */
     uint32_t (*nonfinite)(const float *x, uint64_t n);
     hsri_page_kernels page;

@@ -354,6 +354,15 @@ static void merge(float *acc, const float *part, uint32_t head_dim)
     }
 }
 
+static double sum_exp(const float *x, uint64_t n, float max)
+{
+    double sum = 0.0;
+    for (uint64_t i = 0; i < n; i++) {
+        sum += exp((double)x[i] - max);
+    }
+    return sum;
+}
+
 void hsri_kernels_fill_ref(hsri_kernels *k)
 {
     *k = (hsri_kernels) {
@@ -366,6 +375,7 @@ void hsri_kernels_fill_ref(hsri_kernels *k)
         .page_put = { page_put_f32, page_put_bf16 },
         .attend = { attend_f32, attend_bf16 },
         .merge = merge,
+        .sum_exp = sum_exp,
         .nonfinite = nonfinite,
     };
 }

@@ -28,8 +28,8 @@
 /* Pieces of a large matrix product: weights that stay in a core's cache while blocks of rows pass, and such a block. */
 #define WEIGHT_BYTES (512u << 10)
 #define INPUT_BYTES (1u << 20)
-/* Most rows of a block. Kernels with prepared inputs get as many whatever their bytes: they go through a part of the inputs of all rows at a
- * time, and want many rows, to unpack weights for. */
+/* Most rows of a block. Kernels with prepared inputs get as many whatever their bytes: they go through a part of the inputs of all
+ * rows at a time, and want many rows, to unpack weights for. */
 #define BLOCK_ROWS 512u
 /* Sums that are something's input are kept by the worker until they are: as many as stay in its core's cache. */
 #define KEPT_SUMS (64u << 10)
@@ -598,7 +598,7 @@ static void sample_scan_run(const void *arg, uint64_t first, uint64_t end, uint3
 
     (void)worker;
     for (uint64_t i = first; i < end; i++)
-        hsri_sample_scan(job->logits + i / job->n_parts * job->n_vocab, job->n_tokens, (uint32_t)(i % job->n_parts),
+        hsri_sample_scan(&job->dev->kernels, job->logits + i / job->n_parts * job->n_vocab, job->n_tokens, (uint32_t)(i % job->n_parts),
                          &job->dev->sample_parts[i]);
 }
 
@@ -647,7 +647,7 @@ static void cpu_sample(hsri_queue *q, hsri_ref logits, uint32_t n_rows, uint32_t
         queue_fail(q, "the sampler's scratch");
         return;
     }
-    hsri_cpu_run_items(dev, n_parts, n * 8, sample_scan_run, &job);
+    hsri_cpu_run_items(dev, n_parts, n, sample_scan_run, &job);
     /* Less work for one row than handing it over; with more, whole rows are the items. */
     hsri_cpu_run_items(dev, n_rows, n_rows > 1 ? n * 2 : 0, sample_run, &job);
 }

@@ -23,24 +23,51 @@ static float held_finite(double y) { return (float)fmin(fmax(y, -FLT_MAX), FLT_M
 
 /* ---- the raw distribution ---- */
 
-void hsri_sample_scan(const float *logits, uint32_t n_tokens, uint32_t part, hsri_sample_part *out)
+/* The largest of n finite floats, for which four are looked at at a time, and the first place where it is. */
+static void find_largest(const float *x, uint32_t n, hsri_sample_part *out)
 {
-    uint32_t first = part * HSRI_SAMPLE_CHUNK;
-    uint32_t end = (uint32_t)hsri_min(n_tokens, (uint64_t)first + HSRI_SAMPLE_CHUNK);
+    float    most[4] = { -INFINITY, -INFINITY, -INFINITY, -INFINITY };
+    uint32_t i = 0;
 
-    *out = (hsri_sample_part){ .max = -INFINITY, .argmax = -1 };
-    for (uint32_t i = first; i < end; i++) {
-        if (!(logits[i] <= FLT_MAX))
+    for (; i + 4 <= n; i += 4)
+        for (uint32_t j = 0; j < 4; j++)
+            most[j] = x[i + j] > most[j] ? x[i + j] : most[j];
+    for (; i < n; i++)
+        most[0] = x[i] > most[0] ? x[i] : most[0];
+    for (uint32_t j = 0; j < 4; j++)
+        out->max = most[j] > out->max ? most[j] : out->max;
+    while (x[out->argmax] != out->max)
+        out->argmax++;
+}
+
+/* The same where some are not finite. */
+static void find_largest_finite(const float *x, uint32_t n, hsri_sample_part *out)
+{
+    out->argmax = -1;
+    for (uint32_t i = 0; i < n; i++) {
+        if (!(x[i] <= FLT_MAX))
             out->nonfinite = true;
-        else if (logits[i] > out->max) {
-            out->max = logits[i];
+        else if (x[i] > out->max) {
+            out->max = x[i];
             out->argmax = (int32_t)i;
         }
     }
+}
+
+void hsri_sample_scan(const hsri_kernels *kernels, const float *logits, uint32_t n_tokens, uint32_t part, hsri_sample_part *out)
+{
+    uint32_t first = part * HSRI_SAMPLE_CHUNK;
+    uint32_t n = (uint32_t)hsri_min(n_tokens - first, HSRI_SAMPLE_CHUNK);
+
+    *out = (hsri_sample_part){ .max = -INFINITY };
+    if (kernels->nonfinite(logits + first, n))
+        find_largest_finite(logits + first, n, out);
+    else
+        find_largest(logits + first, n, out);
     if (out->nonfinite || out->argmax < 0)
         return;
-    for (uint32_t i = first; i < end; i++)
-        out->sum += exp((double)logits[i] - out->max);
+    out->argmax += (int32_t)first;
+    out->sum = kernels->sum_exp(logits + first, n, out->max);
 }
 
 /* All parts as one; the order of the additions is that of the parts, whoever computed them. */

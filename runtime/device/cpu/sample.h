@@ -24,7 +24,7 @@
 
 #include <stdbool.h>
 
-#include "device/device.h"
+#include "device/cpu/kernels.h"
 
 /* Tokens of one part: the unit in which threads share a row. */
 #define HSRI_SAMPLE_CHUNK 8192u
@@ -39,7 +39,7 @@ typedef struct hsri_sample_part {
 
 static inline uint32_t hsri_sample_n_parts(uint32_t n_tokens) { return (n_tokens + HSRI_SAMPLE_CHUNK - 1) / HSRI_SAMPLE_CHUNK; }
 
-void hsri_sample_scan(const float *logits, uint32_t n_tokens, uint32_t part, hsri_sample_part *out);
+void hsri_sample_scan(const hsri_kernels *kernels, const float *logits, uint32_t n_tokens, uint32_t part, hsri_sample_part *out);
 
 /* Scratch of one thread. */
 typedef struct hsri_sample_work {

@@ -519,6 +519,20 @@ static void add(float *x, const float *y, uint64_t n)
     }
 }
 
+static double sum_exp(const float *x, uint64_t n, float max)
+{
+    const dvec one = dvec_low(vec_set(1.0f));
+    dvec low = dvec_zero(), high = dvec_zero();
+    for (uint64_t i = 0; i < n; i += WIDTH) {
+        uint32_t left = (uint32_t)hsri_min(n - i, WIDTH);
+        vec e = vec_exp(vec_sub(vec_load_n(x + i, left), vec_set(max)));
+        e = left < WIDTH ? vec_first_n(e, vec_zero(), left) : e;
+        low = dvec_fma(dvec_low(e), one, low);
+        high = dvec_fma(dvec_high(e), one, high);
+    }
+    return dvec_sum2(low, high);
+}
+
 static uint32_t nonfinite(const float *x, uint64_t n)
 {
     uint64_t i = 0;
@@ -741,5 +755,6 @@ static void fill(hsri_kernels *k)
     k->attend[HSRI_KV_TYPE_F32] = attend_f32;
     k->attend[HSRI_KV_TYPE_BF16] = attend_bf16;
     k->merge = merge;
+    k->sum_exp = sum_exp;
     k->nonfinite = nonfinite;
 }
