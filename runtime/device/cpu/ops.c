@@ -31,8 +31,10 @@
 /* Most rows of a block. Kernels with prepared inputs get as many whatever their bytes: they go through a part of the inputs of all
  * rows at a time, and want many rows, to unpack weights for. */
 #define BLOCK_ROWS 512u
+/* Panels of an item whose inputs are more than INPUT_BYTES: those come from a slower cache, part by part, for the panels of each item. */
+#define LONG_PANELS 16u
 /* Sums that are something's input are kept by the worker until they are: as many as stay in its core's cache. */
-#define KEPT_SUMS (64u << 10)
+#define KEPT_SUMS (128u << 10)
 
 _Static_assert(KEPT_SUMS + BLOCK_ROWS * HSRI_PANEL <= HSRI_CPU_SCRATCH, "a worker's scratch holds the sums it keeps");
 
@@ -393,18 +395,30 @@ static void linear_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
     }
 }
 
+/* Panels of an item, if a block of rows takes one thread cost_ns. */
+static uint64_t panels_of_item(const hsri_cpu_device *dev, const linear_job *job, uint64_t bytes, uint64_t cost_ns)
+{
+    uint64_t n = items_per_task(dev, job->n_panels, cost_ns), n_items;
+
+    if (!dev->kernels.prepare[job->dtype])
+        return hsri_min(n, hsri_max(WEIGHT_BYTES * (uint64_t)job->n_panels / bytes, 1));
+    if (job->item_rows * job->in_stride * sizeof(float) <= INPUT_BYTES)
+        return n;
+    n_items = hsri_round_up(hsri_div_up(job->n_panels, LONG_PANELS), (uint64_t)hsri_threads_count(dev->threads));
+    return hsri_max(n, hsri_div_up(job->n_panels, n_items));
+}
+
 /* Cut the product into items and compute it. */
 static void linear_all(hsri_cpu_device *dev, linear_job *job, uint32_t macs_per_ns, uint32_t block_rows)
 {
     uint64_t bytes = hsri_packed_bytes(job->dtype, job->w.n, job->w.k);
     uint64_t cost = hsri_max((uint64_t)job->w.n * job->w.k * job->n_rows / macs_per_ns, bytes / BYTES_PER_NS);
-    uint64_t cached_panels = hsri_max(WEIGHT_BYTES * (uint64_t)job->n_panels / bytes, 1);
 
     /* blocks of equal size, as few as fit */
     job->n_row_blocks = (uint32_t)hsri_div_up(job->n_rows, block_rows);
     job->item_rows = (uint32_t)hsri_round_up(hsri_div_up(job->n_rows, job->n_row_blocks), 16);
     job->n_row_blocks = (uint32_t)hsri_div_up(job->n_rows, job->item_rows);
-    job->item_panels = (uint32_t)hsri_min(items_per_task(dev, job->n_panels, cost / job->n_row_blocks), cached_panels);
+    job->item_panels = (uint32_t)panels_of_item(dev, job, bytes, cost / job->n_row_blocks);
     /* kernels take panels in pairs if there are rows to use them on, and gate and up belong together */
     if (job->n_rows > HSRI_PANEL || job->finish == finish_silu)
         job->item_panels = (uint32_t)hsri_round_up(job->item_panels, 2);

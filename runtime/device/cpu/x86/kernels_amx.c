@@ -196,6 +196,8 @@ static uint32_t tile_row0(const linear_job *job, uint32_t tile)
     return (uint32_t)hsri_min((uint64_t)tile * job->tile_rows, job->n_rows - job->tile_rows);
 }
 
+#define FAR_BYTES 2048u
+
 /* Runs [run0, run0 + n_runs) of one or two panels, as bf16. */
 typedef struct block {
     const uint8_t *weights;
@@ -238,9 +240,12 @@ static void store_sums(const linear_job *job, const sums_place *s, const float *
     }
 }
 
-/* The sums will be written by rows far apart: ask for their lines now. */
+/* Rows of sums so far apart are the output itself, and not in a near cache: ask for their lines now. */
 INLINE void fetch_sums(const linear_job *job, const block *b, uint32_t tile, uint32_t n_panels)
 {
+    if (job->out_stride * sizeof(float) < FAR_BYTES) {
+        return;
+    }
     const float *out = job->out + tile_row0(job, tile) * job->out_stride + b->panel * HSRI_PANEL;
     for (uint32_t r = 0; r < job->tile_rows; r++, out += job->out_stride) {
         __builtin_prefetch(out, 1, 3);
@@ -351,9 +356,9 @@ static void multiply_block(const linear_job *job, uint32_t n_panels, const block
     }
 }
 
-/* Runs of two panels that are unpacked at a time and stay close while all rows use them. Fewer would fit the first-level cache, but
- * make sums leave their tiles more often. */
-#define BLOCK_RUNS 28u
+/* Runs of two panels that are unpacked at a time and stay in the first-level cache while all rows use them. Fewer would make sums leave
+ * their tiles more often. */
+#define BLOCK_RUNS 20u
 /* Few rows: runs are unpacked this many steps before they are multiplied. */
 #define UNPACK_AHEAD 3u
 #define RING 4u
