@@ -118,7 +118,7 @@ void hsri_index_shape_fill(hsri_index_shape *shape);
 /* ---- clusters ------------------------------------------------------------------------------------------------- */
 
 /* A segment is 128 pages, counted from the first that is not a sink page. Once all of them are indexed, its tokens are put into clusters by
- * their sketches, and a record of each (layer, kv head) says where those lie. */
+ * their sketches, and a record of each (layer, kv head) says where those lie, and has the sketches once more, cluster by cluster. */
 #define HSRI_SEGMENT_PAGES      128u
 #define HSRI_SEGMENT_TOKENS     (HSRI_SEGMENT_PAGES * HSRI_PAGE_TOKENS)
 #define HSRI_SEGMENT_CLUSTERS   1024u
@@ -128,12 +128,15 @@ void hsri_index_shape_fill(hsri_index_shape *shape);
  *   mean       float[d]: mean key of the segment
  *   scales     float[n]: component c of a cluster's centre is that of the segment's mean + (code - 7.5) scales[c]; the components behind
  *              are the mean's
+ *   token_scales  float[n]: component c of a token of cluster i is that of the centre + (code - 7.5) token_scales[c] spreads[i]
  *   starts     uint16[1025]: cluster i has positions [starts[i], starts[i + 1]); clusters may be empty
+ *   spreads    uint8[1024]
  *   codes      4 bits, sets of 8 components: dword i of set s has components 8s + 4j + k of cluster i in nibble j of byte k
- *   positions  uint16[8192]: tokens of the segment, cluster by cluster, ascending within one */
+ *   positions  uint16[8192]: tokens of the segment, cluster by cluster, ascending within one
+ *   tokens     of the token at each position, as `codes`: sets of 8192 dwords */
 typedef struct hsri_cluster_layout {
     uint32_t n;                   /* components: a multiple of 8 */
-    uint32_t mean, scales, starts, codes, positions, bytes;
+    uint32_t mean, scales, token_scales, starts, spreads, codes, positions, tokens, bytes;
 } hsri_cluster_layout;
 
 hsri_cluster_layout hsri_cluster_layout_of(const hsri_index_shape *shape);

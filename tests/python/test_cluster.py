@@ -78,7 +78,7 @@ def test_forks_truncation_and_files(path, want, tmp_path):
     with hs.load(path, threads=2) as model:
         with model.session(profile=profile_of("cluster"), rollback_tokens=64, **OPTIONS) as session:
             assert np.array_equal(tail(session), want)
-            records = 2 * 2 * 2 * 32768 if session.stats().index_kind == "cluster" else 0
+            records = 2 * 2 * 2 * 131072 if session.stats().index_kind == "cluster" else 0
             assert records and session.stats().index_bytes % 32768 == 0 and session.stats().index_bytes > records
             session.truncate(LENGTH - 10)
             with session.fork() as fork:

@@ -149,9 +149,9 @@ static uint8_t *run_cluster(const world *w, int32_t n_threads, int32_t isa, bool
 typedef struct record {
     const uint8_t *at;
     uint32_t       n;
-    const float   *mean, *scales;
+    const float   *mean, *scales, *token_scales;
     const uint16_t *starts, *positions;
-    const uint8_t *codes;
+    const uint8_t *codes, *spreads, *tokens;
 } record;
 
 static record read_record(const world *w, const uint8_t *pool, uint32_t i)
@@ -162,9 +162,12 @@ static record read_record(const world *w, const uint8_t *pool, uint32_t i)
     r.n = n < 24 ? n : 24;
     r.mean = (const float *)r.at;
     r.scales = r.mean + d;
-    r.starts = (const uint16_t *)(r.scales + r.n);
-    r.codes = r.at + (4 * d + 4 * r.n + 2050 + 63) / 64 * 64;
+    r.token_scales = r.scales + r.n;
+    r.starts = (const uint16_t *)(r.token_scales + r.n);
+    r.spreads = (const uint8_t *)(r.starts + 1025);
+    r.codes = r.at + (4 * d + 8 * r.n + 2050 + 1024 + 63) / 64 * 64;
     r.positions = (const uint16_t *)(r.codes + 512 * r.n);
+    r.tokens = (const uint8_t *)(r.positions + 8192);
     return r;
 }
 
@@ -173,6 +176,15 @@ static double centre_of(const record *r, uint32_t i, uint32_t c, double *step)
     uint8_t byte = r->codes[(c / 8 * 1024 + i) * 4 + c % 4];
 
     *step = (double)r->scales[c];
+    return ((c % 8 < 4 ? byte & 15 : byte >> 4) - 7.5) * *step;
+}
+
+/* Component c of what the token at a position in the record is off its cluster's centre. */
+static double off_of(const record *r, uint32_t cluster, uint32_t at, uint32_t c, double *step)
+{
+    uint8_t byte = r->tokens[(c / 8 * 8192 + at) * 4 + c % 4];
+
+    *step = (double)r->token_scales[c] * r->spreads[cluster];
     return ((c % 8 < 4 ? byte & 15 : byte >> 4) - 7.5) * *step;
 }
 
@@ -219,7 +231,7 @@ static void check_mean(const world *w, const record *r, uint32_t i)
 static void check_clusters(const world *w, const record *r, uint32_t i)
 {
     uint8_t *seen = calloc(HSRI_SEGMENT_TOKENS, 1);
-    double  *far = calloc(HSRI_SEGMENT_TOKENS, sizeof *far), within = 0, about = 0, worst = 0;
+    double  *far = calloc(HSRI_SEGMENT_TOKENS, sizeof *far), within = 0, about = 0, worst = 0, cut = 0, lost = 0;
 
     CHECK(r->starts[0] == 0 && r->starts[HSRI_SEGMENT_CLUSTERS] == HSRI_SEGMENT_TOKENS);
     for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++) {
@@ -230,7 +242,7 @@ static void check_clusters(const world *w, const record *r, uint32_t i)
             CHECK(!seen[r->positions[at] % HSRI_SEGMENT_TOKENS]++);
         }
         for (uint32_t c = 0; c < r->n && r->starts[k] < r->starts[k + 1]; c++) {
-            double mean = 0, step, centre = centre_of(r, k, c, &step);
+            double mean = 0, step, off_step, centre = centre_of(r, k, c, &step);
             uint32_t n = r->starts[k + 1] - r->starts[k];
 
             for (uint32_t at = r->starts[k]; at < r->starts[k + 1]; at++)
@@ -240,12 +252,17 @@ static void check_clusters(const world *w, const record *r, uint32_t i)
 
                 within += (z - mean) * (z - mean);
                 about += z * z;
+                z -= centre + off_of(r, k, at, c, &off_step);
+                cut = fmax(cut, fabs(z) - 0.51 * off_step);
+                lost += z * z;
             }
             worst = fmax(worst, fabs(centre - mean) - 0.51 * step);
         }
     }
     CHECK(within < 0.45 * about);
     CHECK(worst < 0.01 * sqrt(about / HSRI_SEGMENT_TOKENS));   /* points are whole numbers of steps of a 127th of the farthest */
+    CHECK(cut < 0.01 * sqrt(about / HSRI_SEGMENT_TOKENS));
+    CHECK(lost < 0.05 * within);
 done:
     free(seen);
     free(far);
@@ -300,6 +317,68 @@ static void check_scores(const world *w, const record *r, int32_t isa)
     free(rotated);
 }
 
+/* Units of the tokens of some clusters, whose masses are given. */
+static void check_members(const world *w, const record *r, int32_t isa)
+{
+    enum { HEADS = 7, TAKEN = 100 };
+    static float mass[HEADS][HSRI_SEGMENT_UNITS], alone[HSRI_SEGMENT_UNITS], clusters[HEADS][HSRI_SEGMENT_CLUSTERS];
+    static double want[HSRI_SEGMENT_UNITS];
+    uint32_t     d = w->d, taken[TAKEN];
+    float       *rotated = malloc(HEADS * d * sizeof *rotated);
+    double       worst = 0;
+    hsri_kernels kernels;
+
+    hsri_kernels_fill(&kernels, isa);
+    fill_noise(rotated, HEADS * d, 4, 2);
+    for (uint32_t i = 0; i < HEADS * HSRI_SEGMENT_CLUSTERS; i++)
+        clusters[i / HSRI_SEGMENT_CLUSTERS][i % HSRI_SEGMENT_CLUSTERS] = (float)ldexp(1 + hsri_rng_unit(8, i), (int)(hsri_rng_u64(9, i) % 40) - 20);
+    for (uint32_t i = 0; i < TAKEN; i++)
+        taken[i] = 3 * HSRI_SEGMENT_CLUSTERS + i * 10 + (uint32_t)(hsri_rng_u64(7, i) % 10);
+    hsri_member_score_args a = { r->at, &w->shape, taken, TAKEN, HEADS, 0.125f, rotated, clusters[0], HSRI_SEGMENT_CLUSTERS, mass[0],
+                                 HSRI_SEGMENT_UNITS };
+    kernels.sparse.cluster.score_members(&a);
+    for (uint32_t h = 0; h < HEADS; h++) {
+        memset(want, 0, sizeof want);
+        for (uint32_t i = 0; i < TAKEN; i++) {
+            uint32_t k = taken[i] % HSRI_SEGMENT_CLUSTERS;
+
+            for (uint32_t at = r->starts[k]; at < r->starts[k + 1]; at++) {
+                double logit = 0, step;
+
+                for (uint32_t c = 0; c < r->n; c++)
+                    logit += (double)rotated[h * d + c] * off_of(r, k, at, c, &step);
+                want[r->positions[at] / 16] += (double)clusters[h][k] / (r->starts[k + 1] - r->starts[k]) * exp(0.125 * logit);
+            }
+        }
+        for (uint32_t u = 0; u < HSRI_SEGMENT_UNITS; u++) {
+            CHECK((want[u] > 0) == (mass[h][u] > 0.0f));
+            worst = fmax(worst, want[u] > 0 ? fabs(log((double)mass[h][u] / want[u])) : 0);
+        }
+        a = (hsri_member_score_args){ r->at, &w->shape, taken, TAKEN, 1, 0.125f, rotated + h * d, clusters[h], 0, alone, 0 };
+        kernels.sparse.cluster.score_members(&a);
+        CHECK(memcmp(alone, mass[h], sizeof alone) == 0);
+    }
+    if (!CHECK(worst < (isa >= HSR_ISA_AVX512 ? 0.08 : 1e-4)))
+        fprintf(stderr, "level %d: log mass of members off by %g\n", (int)isa, worst);
+    /* no mass: nothing, whatever the query; beyond all range: the most; no clusters: nothing */
+    memset(clusters[0], 0, sizeof clusters[0]);
+    memset(clusters[1], 0, sizeof clusters[1]);
+    rotated[0] = 1e30f;
+    rotated[d] = NAN;
+    for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++)
+        clusters[2][k] = HSRI_MASS_MAX;
+    rotated[2 * d] = 1e6f;
+    a = (hsri_member_score_args){ r->at, &w->shape, taken, TAKEN, 3, 0.125f, rotated, clusters[0], HSRI_SEGMENT_CLUSTERS, mass[0], HSRI_SEGMENT_UNITS };
+    kernels.sparse.cluster.score_members(&a);
+    for (uint32_t u = 0; u < HSRI_SEGMENT_UNITS; u++)
+        CHECK(mass[0][u] == 0.0f && mass[1][u] == 0.0f && mass[2][u] <= HSRI_MASS_MAX);
+    a.n_clusters = 0;
+    kernels.sparse.cluster.score_members(&a);
+    for (uint32_t u = 0; u < HSRI_SEGMENT_UNITS; u++)
+        CHECK(mass[2][u] == 0.0f);
+    free(rotated);
+}
+
 static void test_shape(uint32_t d, uint32_t n_4bit, uint32_t n_2bit)
 {
     world   *w = world_new(d, n_4bit, n_2bit);
@@ -311,8 +390,10 @@ static void test_shape(uint32_t d, uint32_t n_4bit, uint32_t n_2bit)
 
         check_mean(w, &r, i);
         check_clusters(w, &r, i);
-        for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa() && isa <= HSR_ISA_AVX512; isa++)
+        for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa() && isa <= HSR_ISA_AVX512; isa++) {
             check_scores(w, &r, isa);
+            check_members(w, &r, isa);
+        }
     }
     for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa() && isa <= HSR_ISA_AVX512; isa++) {
         uint8_t *again = run_cluster(w, isa == HSR_ISA_REFERENCE ? 3 : 2, isa, isa == HSR_ISA_REFERENCE, &ns);

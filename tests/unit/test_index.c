@@ -13,7 +13,7 @@
 
 /* ---- the best of many ---- */
 
-static void test_top(void)
+static void test_top(const hsri_sparse_kernels *kernels)
 {
     enum { N = 3000 };
     static float    values[N];
@@ -32,8 +32,8 @@ static void test_top(void)
                         : ldexpf((float)(kind >> 40 & (round % 3 ? 7 : 0xffff)), (int)(kind >> 32 & 15) * (round % 2) - 40);
             competing += values[i] >= 0.0f;
         }
-        want = round % 7 == 0 ? n + 1 : round % 7 == 1 ? 0 : (uint32_t)(hsri_rng_u64(round, 1) % (n + 1));
-        top = hsri_top_of(values, n, want, work);
+        want = round % 7 == 0 ? n + 1 : round % 7 == 1 ? 0 : round % 7 == 2 ? 1 + round % 3 : (uint32_t)(hsri_rng_u64(round, 1) % (n + 1));
+        top = hsri_top_of(kernels, values, n, want, work);
         for (uint32_t i = 0; i < n; i++) {
             if (hsri_top_takes(&top, values[i])) {
                 taken++;
@@ -288,7 +288,6 @@ static void test_scores(const hsri_kernels *kernels)
 
 int main(void)
 {
-    test_top();
     for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa(); isa++) {
         hsri_kernels kernels;
 
@@ -296,6 +295,7 @@ int main(void)
             continue;
         printf("%s\n", hsri_isa_name(isa));
         hsri_kernels_fill(&kernels, isa);
+        test_top(&kernels.sparse);
         test_encode(&kernels);
         test_scores(&kernels);
     }

@@ -348,7 +348,7 @@ static bool near(double got, double want, double tolerance)
     return false;
 }
 
-static double log_mass(const world *w, uint32_t seq, uint32_t kv_head, uint32_t unit, uint32_t tokens, uint64_t query)
+static double log_mass(const world *w, uint32_t seq, uint32_t kv_head, uint32_t unit, uint64_t query)
 {
     uint32_t       d = w->d, selector = w->settings[seq].selector;
     const float   *q = w->queries + query * d;
@@ -359,7 +359,7 @@ static double log_mass(const world *w, uint32_t seq, uint32_t kv_head, uint32_t 
             selector = HSRI_SELECT_SKETCH;
         if (selector != HSRI_SELECT_SKETCH && selector != HSRI_SELECT_MINMAX && selector != HSRI_SELECT_GAUSSIAN)
             selector = HSRI_SELECT_MEAN;
-        return tokens_log_mass(&w->shape, entry_of(w, seq, kv_head, unit / 4), record_of(w, kv_head), selector, unit % 4, tokens, q,
+        return tokens_log_mass(&w->shape, entry_of(w, seq, kv_head, unit / 4), record_of(w, kv_head), selector, unit % 4, 0xffff, q,
                                w->rotated + query * d, (double)w->scale);
     }
     float *v = malloc(64 * d * sizeof *v), *k = key_values(w, seq, kv_head, unit / 4, v);
@@ -378,10 +378,11 @@ static double log_mass(const world *w, uint32_t seq, uint32_t kv_head, uint32_t 
 
 /* ---- clusters ---- */
 
-/* What the clusters leave of a list: which tokens of each selectable page are looked at, and of each voting head the log of the mass of the
- * others' centres. Masses of clusters are the kernel's own, which test_cluster.c looks at. */
+/* What the clusters leave of a list: of each voting head the logs of the masses of the segments' units, of their tokens that are looked at,
+ * and of the other clusters' centres. Masses of clusters are the kernel's own, which test_cluster.c looks at. */
 typedef struct candidates {
-    uint64_t *tokens;
+    uint32_t  n_units;     /* of whole segments */
+    double   *mass;        /* [votes][heads of the group][units] */
     double   *rest;        /* [votes][heads of the group] */
 } candidates;
 
@@ -401,6 +402,27 @@ static const uint8_t *cluster_record(const world *w, uint32_t seq, uint32_t kv_h
     return w->pool + (uint64_t)(entry >> 8) * HSRI_BLOCK_BYTES + (uint64_t)(entry & 255) * hsri_cluster_slot_bytes(&w->shape);
 }
 
+/* Dot product of a query with a token of cluster k, as the record has it. */
+static double member_logit(const world *w, const uint8_t *record, uint32_t k, uint32_t token, uint64_t query)
+{
+    const hsri_cluster_layout at = hsri_cluster_layout_of(&w->shape);
+    const float *mean = (const float *)(record + at.mean), *scales = (const float *)(record + at.scales);
+    const float *token_scales = (const float *)(record + at.token_scales);
+    double       logit = 0;
+
+    for (uint32_t j = 0; j < w->d; j++)
+        logit += (double)w->queries[query * w->d + j] * (double)mean[j];
+    for (uint32_t c = 0; c < at.n; c++) {
+        uint32_t shift = c % 8 / 4 * 4, byte = c % 4;
+        int      centre = record[at.codes + (c / 8 * HSRI_SEGMENT_CLUSTERS + k) * 4 + byte] >> shift & 15;
+        int      off = record[at.tokens + (c / 8 * HSRI_SEGMENT_TOKENS + token) * 4 + byte] >> shift & 15;
+
+        logit += (double)w->rotated[query * w->d + c] *
+                 ((centre - 7.5) * (double)scales[c] + (off - 7.5) * (double)token_scales[c] * record[at.spreads + k]);
+    }
+    return logit;
+}
+
 static candidates find_candidates(const world *w, const hsri_kernels *kernels, uint32_t pick, uint32_t kv_head)
 {
     const hsri_pick *p = &w->picks[pick];
@@ -410,9 +432,9 @@ static candidates find_candidates(const world *w, const hsri_kernels *kernels, u
     float     *mass = malloc(HSRI_PICK_ROWS * g * n * sizeof *mass);
     double    *worth = calloc(n, sizeof *worth), *all = calloc(HSRI_PICK_ROWS * g, sizeof *all);
     uint32_t  *order = malloc(n * sizeof *order);
-    candidates c = { calloc(n_pages, sizeof *c.tokens), calloc(HSRI_PICK_ROWS * g, sizeof *c.rest) };
+    uint32_t   n_units = n_segments * HSRI_SEGMENT_PAGES * HSRI_PAGE_UNITS;
+    candidates c = { n_units, calloc((uint64_t)HSRI_PICK_ROWS * g * n_units, sizeof *c.mass), calloc(HSRI_PICK_ROWS * g, sizeof *c.rest) };
 
-    memset(c.tokens + n_segments * HSRI_SEGMENT_PAGES, 0xff, (n_pages - n_segments * HSRI_SEGMENT_PAGES) * sizeof *c.tokens);
     for (uint32_t i = 0; i < p->n_rows * g; i++) {
         uint64_t     query = (uint64_t)(p->row + i / g) * w->n_heads + kv_head * g + i % g;
         const float *acc = w->acc + query * (d + 2);
@@ -440,8 +462,11 @@ static candidates find_candidates(const world *w, const hsri_kernels *kernels, u
         if ((uint32_t)(starts[1] - starts[0]) > left)
             break;
         left -= (uint32_t)(starts[1] - starts[0]);
-        for (uint32_t j = starts[0]; j < starts[1]; j++)
-            c.tokens[segment * HSRI_SEGMENT_PAGES + positions[j] / 64] |= 1ull << positions[j] % 64;
+        for (uint32_t i = 0; i < p->n_rows * g; i++)
+            for (uint32_t j = starts[0]; j < starts[1] && i / g % HSRI_PICK_STRIDE == 0; j++)
+                c.mass[i * n_units + segment * HSRI_SEGMENT_TOKENS / 16 + positions[j] / 16] +=
+                    exp((double)w->scale * member_logit(w, cluster_record(w, seq, kv_head, segment), k % HSRI_SEGMENT_CLUSTERS, j,
+                                                        (uint64_t)(p->row + i / g) * w->n_heads + kv_head * g + i % g));
         for (uint32_t i = 0; i < p->n_rows * g && i / g % HSRI_PICK_STRIDE == 0; i++)
             c.rest[i] -= (double)mass[i * n + k];
     }
@@ -449,6 +474,8 @@ static candidates find_candidates(const world *w, const hsri_kernels *kernels, u
         const float *acc = w->acc + ((uint64_t)(p->row + i / g) * w->n_heads + kv_head * g + i % g) * (d + 2);
 
         c.rest[i] = log(fmax(c.rest[i], 1e-300)) + (double)acc[0] + log((double)acc[1]);
+        for (uint32_t u = 0; u < n_units; u++)
+            c.mass[i * n_units + u] = log(c.mass[i * n_units + u]);
     }
     free(mass);
     free(worth);
@@ -498,7 +525,7 @@ static void check_list(const world *w, const hsri_kernels *kernels, const result
             double       exact = (double)acc[0] + log((double)acc[1]), top = exact, all, seen, left = 0, *o = calloc(d, sizeof *o);
 
             for (uint32_t u = 0; u < n_units; u++) {
-                mass[u] = log_mass(w, seq, kv_head, first * 4 + u, found.tokens ? found.tokens[u / 4] >> u % 4 * 16 & 0xffff : 0xffff, query);
+                mass[u] = u < found.n_units ? found.mass[(vote * g + h % g) * found.n_units + u] : log_mass(w, seq, kv_head, first * 4 + u, query);
                 top = fmax(top, mass[u]);
             }
             all = seen = exp(exact - top);
@@ -509,7 +536,7 @@ static void check_list(const world *w, const hsri_kernels *kernels, const result
             }
             for (uint32_t u = 0; u < n_units; u++) {
                 worth[u] += mass[u] / all;
-                CHECK(!chosen[u] || forced[u] || mass[u] > 0 || !found.tokens || s->slice_units > 1 || w->reach > 100);
+                CHECK(!chosen[u] || forced[u] || mass[u] > 0 || u >= found.n_units || s->slice_units > 1 || w->reach > 100);
                 if (chosen[u])
                     continue;
                 left += mass[u];
@@ -519,10 +546,14 @@ static void check_list(const world *w, const hsri_kernels *kernels, const result
             }
             if (found.rest)
                 all += exp(found.rest[vote * g + h % g] - top);
-            CHECK(near((double)r->covered[query], seen / all, tolerance));
-            if (found.tokens && w->reach > 100) {
+            if (found.n_units && w->reach > 100) {
                 /* Masses at their limit: which clusters are taken is not retold here. */
-            } else if (p->n_rows == 1 && (s->flags & HSRI_SPARSE_VIRTUAL) && s->selector != HSRI_SELECT_MINMAX && left > 1e-20 * all) {
+                CHECK(r->covered[query] >= 0.0f && r->covered[query] <= 1.0f);
+                free(o);
+                continue;
+            }
+            CHECK(near((double)r->covered[query], seen / all, tolerance));
+            if (p->n_rows == 1 && (s->flags & HSRI_SPARSE_VIRTUAL) && s->selector != HSRI_SELECT_MINMAX && left > 1e-20 * all) {
                 CHECK(near((double)part[0] + log((double)part[1]), top + log(left), 3 * tolerance));
                 for (uint32_t j = 0; j < d; j++)
                     CHECK(near((double)part[2 + j] / (double)part[1], o[j] / left, 4 * tolerance));
@@ -562,7 +593,7 @@ static void check_list(const world *w, const hsri_kernels *kernels, const result
         CHECK(w->reach > 100 || most < 1e-20 || least > most * (1 - tolerance));
     }
 done:
-    free(found.tokens);
+    free(found.mass);
     free(found.rest);
     free(worth);
     free(mass);

@@ -254,6 +254,101 @@ static void write_component(const segment *s, uint32_t c, uint8_t *record)
     }
 }
 
+/* Where the centre of cluster i is, as the record says, in steps. */
+static void read_centre(const segment *s, const uint8_t *record, uint32_t i, float *centre)
+{
+    const float *scales = (const float *)(record + s->at.scales);
+
+    for (uint32_t c = 0; c < s->n; c++) {
+        uint32_t code = record[s->at.codes + (c / 8 * HSRI_SEGMENT_CLUSTERS + i) * 4 + c % 4] >> c % 8 / 4 * 4 & 15;
+
+        centre[c] = s->step > 1e-30f ? ((float)code - 7.5f) * scales[c] / s->step : 0.0f;
+    }
+}
+
+/* Root of the mean square of what tokens are off their centres, of each component. */
+static void measure_off(const segment *s, const uint8_t *record, float *root)
+{
+    float squares[MAX_COMPONENTS] = { 0 };
+
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
+        const uint16_t *positions = (const uint16_t *)(record + s->at.positions) + ((const uint16_t *)(record + s->at.starts))[i];
+        float           centre[MAX_COMPONENTS];
+
+        read_centre(s, record, i, centre);
+        for (int32_t j = 0; j < s->counts[i]; j++)
+            for (uint32_t c = 0; c < s->n; c++) {
+                float off = (float)s->points[(uint64_t)positions[j] * s->n + c] - centre[c];
+
+                squares[c] += off * off;
+            }
+    }
+    for (uint32_t c = 0; c < s->n; c++)
+        root[c] = sqrtf(squares[c] / HSRI_SEGMENT_TOKENS);
+}
+
+/* Times the root, what the farthest token of cluster i is off its centre. */
+static float reach_of(const segment *s, const uint8_t *record, uint32_t i, const float *inverse)
+{
+    const uint16_t *positions = (const uint16_t *)(record + s->at.positions) + ((const uint16_t *)(record + s->at.starts))[i];
+    float           centre[MAX_COMPONENTS], most = 0.0f;
+
+    read_centre(s, record, i, centre);
+    for (int32_t j = 0; j < s->counts[i]; j++)
+        for (uint32_t c = 0; c < s->n; c++) {
+            float off = fabsf((float)s->points[(uint64_t)positions[j] * s->n + c] - centre[c]) * inverse[c];
+
+            most = off > most ? off : most;
+        }
+    return most;
+}
+
+static void write_members(const segment *s, uint32_t i, const float *inverse, float unit, uint8_t *record)
+{
+    uint32_t        start = ((const uint16_t *)(record + s->at.starts))[i], spread = record[s->at.spreads + i];
+    const uint16_t *positions = (const uint16_t *)(record + s->at.positions) + start;
+    uint8_t        *codes = record + s->at.tokens + 4ull * start;
+    float           centre[MAX_COMPONENTS];
+
+    read_centre(s, record, i, centre);
+    for (int32_t j = 0; j < s->counts[i]; j++)
+        for (uint32_t c = 0; c < s->n; c++) {
+            float off = (float)s->points[(uint64_t)positions[j] * s->n + c] - centre[c];
+            float x = spread ? off * inverse[c] / (unit * (float)spread) + 8.0f : 8.0f;
+
+            codes[(c / 8 * (uint64_t)HSRI_SEGMENT_TOKENS + (uint32_t)j) * 4 + c % 4] |=
+                (uint8_t)((uint8_t)(x < 0.0f ? 0.0f : x > 15.0f ? 15.0f : x) << c % 8 / 4 * 4);
+        }
+}
+
+/* A scale is the root times the spread of the cluster, which is as wide as its farthest token needs. So tight clusters are told finely, and
+ * no token is cut off. */
+static void write_tokens(const segment *s, uint8_t *record)
+{
+    float root[MAX_COMPONENTS], inverse[MAX_COMPONENTS], reach[HSRI_SEGMENT_CLUSTERS], most = 0.0f, unit;
+
+    measure_off(s, record, root);
+    for (uint32_t c = 0; c < s->n; c++)
+        inverse[c] = root[c] > 1e-6f ? 1.0f / root[c] : 0.0f;
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
+        reach[i] = reach_of(s, record, i, inverse) / 7.5f;
+        most = reach[i] > most ? reach[i] : most;
+    }
+    unit = most / 255.0f;
+    for (uint32_t c = 0; c < s->n; c++) {
+        float scale = inverse[c] > 0.0f ? root[c] * unit * s->step : 0.0f;
+
+        memcpy(record + s->at.token_scales + c * sizeof scale, &scale, sizeof scale);
+    }
+    memset(record + s->at.tokens, 0, s->at.bytes - s->at.tokens);
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
+        float spread = most > 0.0f ? ceilf(reach[i] / unit) : 0.0f;
+
+        record[s->at.spreads + i] = (uint8_t)(spread < 255.0f ? spread : 255.0f);
+        write_members(s, i, inverse, unit, record);
+    }
+}
+
 static void write_record(const segment *s, uint8_t *record)
 {
     memset(record, 0, s->at.positions);
@@ -261,6 +356,7 @@ static void write_record(const segment *s, uint8_t *record)
     write_positions(s, record);
     for (uint32_t c = 0; c < s->n; c++)
         write_component(s, c, record);
+    write_tokens(s, record);
 }
 
 /* ---- the operation ---- */

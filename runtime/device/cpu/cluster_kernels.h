@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Kernels of clusters: the member `cluster` of hsri_sparse_kernels. cluster_ref.c fills both entries; x86/cluster_*.c overwrite them.
+/* Kernels of clusters: the member `cluster` of hsri_sparse_kernels. cluster_ref.c fills all entries; x86/cluster_*.c overwrite them.
  * docs/sparse-attention.md says what they are for. */
 #ifndef HSRI_CPU_CLUSTER_KERNELS_H
 #define HSRI_CPU_CLUSTER_KERNELS_H
@@ -30,11 +30,31 @@ typedef struct hsri_cluster_score_args {
     uint64_t       mass_stride;
 } hsri_cluster_score_args;
 
+/* Units of a segment. */
+#define HSRI_SEGMENT_UNITS (HSRI_SEGMENT_TOKENS / HSRI_UNIT_TOKENS)
+
+/* Tokens of some clusters of a segment. A token's mass is what its cluster has for each of its tokens, times exp of the logit of what the
+ * token is off the centre. */
+typedef struct hsri_member_score_args {
+    const uint8_t  *record;         /* 64-byte aligned */
+    const hsri_index_shape *shape;
+    const uint32_t *clusters;       /* [n_clusters], whose numbers are those below HSRI_SEGMENT_CLUSTERS they have modulo that */
+    uint32_t        n_clusters, n_heads;
+    float           scale;          /* of logits */
+    const float    *rotated;        /* [n_heads][d] */
+    const float    *cluster_mass;   /* [n_heads] rows of HSRI_SEGMENT_CLUSTERS */
+    uint64_t        cluster_stride;
+    float          *mass;           /* [n_heads] rows of HSRI_SEGMENT_UNITS: all of the unit's tokens that are in the clusters */
+    uint64_t        mass_stride;
+} hsri_member_score_args;
+
 typedef struct hsri_cluster_kernels {
     /* every level has the same bits */
     void (*assign)(const hsri_assign_args *a);
     /* masses of clusters, by the measure of sparse_kernels.h: tokens times exp(logit of the centre - reference) */
     void (*score)(const hsri_cluster_score_args *a);
+    /* masses of units, as of sparse_kernels.h */
+    void (*score_members)(const hsri_member_score_args *a);
 } hsri_cluster_kernels;
 
 void hsri_cluster_kernels_fill_ref(hsri_cluster_kernels *k);

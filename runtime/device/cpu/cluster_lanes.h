@@ -57,4 +57,48 @@ static inline void score_clusters(const hsri_cluster_score_args *a)
     }
 }
 
+/* The logit of a token about its centre, for all tokens of a cluster side by side. */
+INLINE void member_logits(const hsri_cluster_layout *at, const uint32_t *codes, uint32_t n_tokens, const float *weights, float *logits)
+{
+    memset(logits, 0, n_tokens * sizeof *logits);
+    for (uint32_t c = 0; c < at->n; c++) {
+        const uint32_t *set = codes + (uint64_t)c / 8 * HSRI_SEGMENT_TOKENS;
+        uint32_t        shift = c % 4 * 8 + c % 8 / 4 * 4;
+
+        for (uint32_t i = 0; i < n_tokens; i++)
+            logits[i] += weights[c] * ((float)(int32_t)(set[i] >> shift & 15) - 7.5f);
+    }
+}
+
+static inline void score_members(const hsri_member_score_args *a)
+{
+    hsri_cluster_layout at = hsri_cluster_layout_of(a->shape);
+    const float        *scales = (const float *)(a->record + at.token_scales);
+    const uint16_t     *starts = (const uint16_t *)(a->record + at.starts), *positions = (const uint16_t *)(a->record + at.positions);
+    const uint32_t     *codes = (const uint32_t *)(a->record + at.tokens);
+    const uint8_t      *spreads = a->record + at.spreads;
+
+    for (uint32_t h = 0; h < a->n_heads; h++) {
+        float weights[HSRI_CLUSTER_COMPONENTS], logits[LANES], *mass = a->mass + h * a->mass_stride;
+
+        for (uint32_t c = 0; c < at.n; c++)
+            weights[c] = a->rotated[(uint64_t)h * a->shape->head_dim + c] * scales[c] * a->scale;
+        memset(mass, 0, HSRI_SEGMENT_UNITS * sizeof *mass);
+        for (uint32_t i = 0; i < a->n_clusters; i++) {
+            uint32_t k = a->clusters[i] % HSRI_SEGMENT_CLUSTERS, n = starts[k + 1] - (uint32_t)starts[k];
+            float    each = n ? a->cluster_mass[h * a->cluster_stride + k] / (float)n : 0.0f;
+
+            for (uint32_t first = starts[k]; first < starts[k + 1]; first += LANES) {
+                uint32_t part = starts[k + 1] - first < LANES ? starts[k + 1] - first : LANES;
+
+                member_logits(&at, codes + first, part, weights, logits);
+                for (uint32_t j = 0; j < part; j++)
+                    mass[positions[first + j] / HSRI_UNIT_TOKENS] += as_mass(each * expf((float)spreads[k] * logits[j]));
+            }
+        }
+        for (uint32_t u = 0; u < HSRI_SEGMENT_UNITS; u++)
+            mass[u] = as_mass(mass[u]);
+    }
+}
+
 #endif

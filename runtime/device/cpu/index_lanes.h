@@ -162,6 +162,28 @@ static float sum_floats(const float *x, uint64_t n)
     return lanes_sum(acc);
 }
 
+static uint32_t reach(const float *x, uint32_t n, float least, uint32_t *out)
+{
+    uint32_t n_out = 0;
+
+    for (uint32_t i = 0; i < n; i++) {
+        out[n_out] = i;
+        n_out += x[i] >= least;
+    }
+    return n_out;
+}
+
+/* A set is one lane of 16 lines. */
+static void maxima(const float *x, float *out)
+{
+    float most[LANES] = { 0 };
+
+    for (uint32_t line = 0; line < 16; line++)
+        for (uint32_t i = 0; i < LANES; i++)
+            most[i] = x[line * LANES + i] > most[i] ? x[line * LANES + i] : most[i];
+    memcpy(out, most, sizeof most);
+}
+
 static void add_scaled(float *out, float weight, const float *x, uint64_t n)
 {
     for (uint64_t i = 0; i < n; i++)
@@ -268,9 +290,6 @@ static void score_page_sketch(const hsri_score_args *a, const hsri_index_layout 
     for (uint32_t h = 0; h < n_heads; h++) {
         float *mass = a->mass + (h0 + h) * a->mass_stride + page * HSRI_PAGE_UNITS, sums[LANES] = { 0 };
 
-        for (uint32_t i = 0; i < HSRI_PAGE_TOKENS && a->tokens; i++)   /* nowhere near */
-            if (!(hsri_sketch_line(a->tokens[page], i / LANES) >> i % LANES & 1))
-                logits[h][i] = -1e30f;
         float  mean = a->scale * dot_mean(a, at, a->queries + (uint64_t)(h0 + h) * a->shape->head_dim, entry) - a->reference[h0 + h];
 
         for (uint32_t line = 0; line < HSRI_PAGE_TOKENS; line += LANES)
@@ -299,6 +318,8 @@ static void fill_lanes(hsri_sparse_kernels *k)
     k->score_keys = score_keys;
     k->rotate = rotate;
     k->sum = sum_floats;
+    k->reach = reach;
+    k->maxima = maxima;
     k->add_scaled = add_scaled;
     k->add_means = add_means;
 }

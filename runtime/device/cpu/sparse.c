@@ -2,7 +2,7 @@
 /* Rotating queries and choosing what they attend (docs/sparse-attention.md). `select` goes through its picks in batches that fit the
  * scratch, and each batch through these loops:
  *
- *   score    masses of all selectable units, for each voting row and head; items are chunks of HSRI_SCORE_PAGES pages
+ *   score    masses of all selectable units, for each voting row and head; items are chunks of HSRI_SCORE_PAGES pages, or segments
  *   choose   normalisers, worth of slices, the best of them, the list, the covered share; items are kv heads of picks
  *   weigh    masses and mean values of what was not chosen; items are spans of pages
  *   finish   their sums: the virtual tokens
@@ -21,7 +21,6 @@
 
 #define SPAN_CHUNKS 4u
 #define SPAN_PAGES (SPAN_CHUNKS * HSRI_SCORE_PAGES)
-#define CHUNK_UNITS (HSRI_SCORE_PAGES * HSRI_PAGE_UNITS)
 
 /* Estimates for one thread. */
 #define UNIT_NS 5u                     /* to score a unit for one head */
@@ -119,7 +118,7 @@ static void place_scratch(select_job *job, float *scratch, uint32_t n_votes, uin
     job->worth = job->means + rows * job->max_spans * (1 + job->kv->head_dim);
     job->work = (uint32_t *)(job->worth + lists * job->max_units);
     job->chosen = (uint8_t *)(job->work + lists * job->max_units);
-    job->tokens = NULL;
+    job->max_segments = 0;
     if (clusters)
         hsri_cpu_cluster_place(job, scratch + scratch_floats(n_votes, job->n_heads, job->kv->n_kv_heads, job->kv->head_dim, max_pages),
                                n_votes);
@@ -135,11 +134,11 @@ const uint8_t *hsri_cpu_index_entry(const select_job *job, const hsri_seq *seq, 
            (uint64_t)(page % seq->index_shape.per_slab) * seq->index_shape.entry_bytes;
 }
 
-/* Entries of n listed pages from `first` on; without an index they stay unset. */
+/* Entries of n pages from `first` on; without an index they stay unset. */
 static void find_entries(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t first, uint32_t n, const uint8_t **entries)
 {
     for (uint32_t i = 0; i < n && p->seq->index_shape.kind != HSRI_INDEX_NONE; i++)
-        entries[i] = hsri_cpu_index_entry(job, p->seq, kv_head, p->first_page + listed_page(job, p, kv_head, first + i));
+        entries[i] = hsri_cpu_index_entry(job, p->seq, kv_head, p->first_page + first + i);
 }
 
 /* ---- score ---- */
@@ -212,8 +211,7 @@ void hsri_cpu_score_chunk(const select_job *job, const chunk *c, uint32_t row, u
     hsri_score_args   a = { .entries = c->entries, .n_pages = c->n_pages, .n_heads = n_heads, .shape = &p->seq->index_shape,
                             .scale = job->scale, .queries = job->queries + at, .rotated = job->rotated ? job->rotated + at : NULL,
                             .reference = references, .mean_k = p->seq->index_shape.kind == HSRI_INDEX_SKETCH ? c->calibration.mean_k : NULL,
-                            .mass = out->mass, .mass_stride = out->stride,
-                            .tokens = p->n_segments ? listed_tokens(job, p, c->kv_head) + c->first : NULL };
+                            .mass = out->mass, .mass_stride = out->stride };
 
     for (uint32_t h = 0; h < n_heads; h++)
         references[h] = reference_of(job, row, head + h);
@@ -238,29 +236,36 @@ static void score_vote(const select_job *job, const chunk *c, uint32_t vote)
     }
 }
 
-static uint32_t chunks_of(const select_job *job, const pick_state *p, uint32_t kv_head)
+static uint32_t pages_of_chunk(const pick_state *p, uint32_t i)
 {
-    return (uint32_t)hsri_div_up(listed_pages(job, p, kv_head), HSRI_SCORE_PAGES);
-}
-
-/* None if another kv head's list is longer. */
-static uint32_t pages_of_chunk(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t i)
-{
-    uint32_t n = listed_pages(job, p, kv_head), first = i * HSRI_SCORE_PAGES;
-
-    return n > first ? (uint32_t)hsri_min(HSRI_SCORE_PAGES, n - first) : 0;
+    return (uint32_t)hsri_min(HSRI_SCORE_PAGES, p->n_pages - i * HSRI_SCORE_PAGES);
 }
 
 static measure measure_of(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
 {
     uint64_t at = chunk_at(job, p, vote, head);
 
-    return measure_chunks(job->mass + mass_at(job, p, vote, head), job->sums + at, job->raised + at,
-                          chunks_of(job, p, head / job->heads_per_kv), reference_of(job, row_of_vote(p, vote), head));
+    return measure_chunks(job->mass + mass_at(job, p, vote, head), job->sums + at, job->raised + at, p->n_chunks,
+                          reference_of(job, row_of_vote(p, vote), head));
 }
 
-static uint64_t score_items(const select_job *job,
-                            const pick_state *p) { return p->scored ? (uint64_t)job->kv->n_kv_heads * p->n_chunks : 0; }
+/* Of each kv head, segments whose clusters say what to score, then chunks of the pages behind them. */
+static uint32_t head_items(const pick_state *p) { return p->n_segments + p->n_chunks - p->n_segments * SEGMENT_CHUNKS; }
+
+static uint64_t score_items(const select_job *job, const pick_state *p)
+{
+    return p->scored ? (uint64_t)job->kv->n_kv_heads * head_items(p) : 0;
+}
+
+static void score_pages(const select_job *job, chunk *c)
+{
+    c->first = c->index * HSRI_SCORE_PAGES;
+    c->n_pages = pages_of_chunk(c->pick, c->index);
+    c->calibration = hsri_cpu_calibration(job->dev, job->kv, job->layer, c->kv_head);
+    find_entries(job, c->pick, c->kv_head, c->first, c->n_pages, c->entries);
+    for (uint32_t vote = 0; vote < c->pick->n_votes; vote++)
+        score_vote(job, c, vote);
+}
 
 static void score_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
@@ -269,15 +274,14 @@ static void score_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
     for (uint64_t item = first; item < end; item++) {
         uint64_t i = item;
         chunk    c = { .pick = find_pick(job, &i, score_items), .scratch = hsri_cpu_scratch(job->dev, worker) };
+        uint32_t of_head = (uint32_t)(i % head_items(c.pick)), n_segments = c.pick->n_segments;
 
-        c.kv_head = (uint32_t)(i / c.pick->n_chunks);
-        c.index = (uint32_t)(i % c.pick->n_chunks);
-        c.first = c.index * HSRI_SCORE_PAGES;
-        c.n_pages = pages_of_chunk(job, c.pick, c.kv_head, c.index);
-        c.calibration = hsri_cpu_calibration(job->dev, job->kv, job->layer, c.kv_head);
-        find_entries(job, c.pick, c.kv_head, c.first, c.n_pages, c.entries);
-        for (uint32_t vote = 0; vote < c.pick->n_votes && c.n_pages > 0; vote++)
-            score_vote(job, &c, vote);
+        c.kv_head = (uint32_t)(i / head_items(c.pick));
+        for (uint32_t vote = 0; vote < c.pick->n_votes && of_head < n_segments; vote++)
+            hsri_cpu_score_members(job, c.pick, c.kv_head, of_head, vote);
+        c.index = of_head - n_segments + n_segments * SEGMENT_CHUNKS;
+        if (of_head >= n_segments)
+            score_pages(job, &c);
     }
 }
 
@@ -286,18 +290,21 @@ static void score_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
 /* Worth of each unit: its probability, summed over the voting rows and the heads of the group. */
 static void weigh_units(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth)
 {
-    memset(worth, 0, (uint64_t)listed_pages(job, p, kv_head) * HSRI_PAGE_UNITS * sizeof *worth);
+    memset(worth, 0, (uint64_t)p->n_pages * HSRI_PAGE_UNITS * sizeof *worth);
     for (uint32_t vote = 0; vote < p->n_votes && p->scored; vote++) {
         for (uint32_t h = 0; h < job->heads_per_kv; h++) {
             measure m = measure_of(job, p, vote, kv_head * job->heads_per_kv + h);
 
-            for (uint32_t i = 0; i < chunks_of(job, p, kv_head) && m.all > 0.0; i++) {
-                uint64_t at = (uint64_t)i * CHUNK_UNITS, n = (uint64_t)pages_of_chunk(job, p, kv_head, i) * HSRI_PAGE_UNITS;
+            for (uint32_t i = 0; i < p->n_chunks && m.all > 0.0; i++) {
+                uint64_t at = (uint64_t)i * CHUNK_UNITS, n = (uint64_t)pages_of_chunk(p, i) * HSRI_PAGE_UNITS;
 
                 job->dev->kernels.sparse.add_scaled(worth + at, (float)(chunk_factor(&m, i) / m.all), m.mass + at, n);
             }
         }
     }
+    /* Where clusters say what is looked at, units without such tokens do not compete. */
+    for (uint32_t u = 0; u < p->n_segments * HSRI_SEGMENT_UNITS; u++)
+        worth[u] = worth[u] > 0.0f ? worth[u] : HSRI_NO_WORTH;
 }
 
 /* Pages [*first, *end) of coarse block b, among the selectable ones. Blocks lie at multiples of their size in the sequence. */
@@ -339,27 +346,11 @@ static void keep_coarse(const select_job *job, const pick_state *p, uint32_t kv_
             }
         }
     }
-    top = hsri_top_of(blocks, n_blocks, p->settings->top_coarse, work + n_blocks);
+    top = hsri_top_of(&job->dev->kernels.sparse, blocks, n_blocks, p->settings->top_coarse, work + n_blocks);
     for (uint32_t b = 0; b < n_blocks; b++)
         if (!hsri_top_takes(&top, blocks[b]))
             for (uint32_t u = block_span(p, size, b, &end) * HSRI_PAGE_UNITS; u < end * HSRI_PAGE_UNITS; u++)
                 worth[u] = HSRI_NO_WORTH;
-}
-
-/* Where a selectable page is in the list, which forced pages always are. */
-static uint32_t find_listed(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t page)
-{
-    uint32_t low = 0, end = p->n_segments ? listed_pages(job, p, kv_head) : 0;
-
-    while (low < end) {
-        uint32_t middle = (low + end) / 2;
-
-        if (listed_page(job, p, kv_head, middle) < page)
-            low = middle + 1;
-        else
-            end = middle;
-    }
-    return p->n_segments ? low : page;
 }
 
 /* Forced pages are chosen whole, and units of them no longer compete. */
@@ -368,7 +359,7 @@ static void choose_forced(const select_job *job, const pick_state *p, uint32_t k
     const hsri_sparse *s = p->settings;
     const uint32_t    *forced = s->n_forced ? hsri_cpu_at(job->dev, s->forced, 0) : NULL;
 
-    memset(chosen, 0, listed_pages(job, p, kv_head));
+    memset(chosen, 0, p->n_pages);
     if (!forced)
         return;
     forced += ((uint64_t)job->layer * job->kv->n_kv_heads + kv_head) * s->n_forced;
@@ -377,36 +368,35 @@ static void choose_forced(const select_job *job, const pick_state *p, uint32_t k
 
         if (forced[i] < p->first_page || page >= p->n_pages)
             continue;
-        page = find_listed(job, p, kv_head, page);
         chosen[page] = (1u << HSRI_PAGE_UNITS) - 1;
         for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++)
             worth[page * HSRI_PAGE_UNITS + u] = HSRI_NO_WORTH;
     }
 }
 
-/* Units [*first, *end) of slice i, among those of n_pages listed pages. Slices lie at multiples of their size in the sequence. */
-static uint32_t slice_span(const pick_state *p, uint32_t n_pages, uint32_t size, uint32_t i, uint32_t *end)
+/* Units [*first, *end) of slice i, among the selectable ones. Slices lie at multiples of their size in the sequence. */
+static uint32_t slice_span(const pick_state *p, uint32_t size, uint32_t i, uint32_t *end)
 {
-    uint32_t unit0 = p->first_page * HSRI_PAGE_UNITS, n = n_pages * HSRI_PAGE_UNITS, slice0 = unit0 / size;
+    uint32_t unit0 = p->first_page * HSRI_PAGE_UNITS, n = p->n_pages * HSRI_PAGE_UNITS, slice0 = unit0 / size;
     uint64_t first = (uint64_t)(slice0 + i) * size, last = first + size;
 
     *end = (uint32_t)hsri_min(last - unit0, n);
     return first > unit0 ? (uint32_t)(first - unit0) : 0;
 }
 
-static uint32_t count_slices(const pick_state *p, uint32_t n_pages, uint32_t size)
+static uint32_t count_slices(const pick_state *p, uint32_t size)
 {
-    uint32_t unit0 = p->first_page * HSRI_PAGE_UNITS, unit1 = unit0 + n_pages * HSRI_PAGE_UNITS;
+    uint32_t unit0 = p->first_page * HSRI_PAGE_UNITS, unit1 = unit0 + p->n_pages * HSRI_PAGE_UNITS;
 
     return (unit1 + size - 1) / size - unit0 / size;
 }
 
 /* Worth of slices in place of that of units, which it overwrites: a slice never lies behind its first unit. A slice is worth what those of
  * its units are that still compete; nothing if none does. */
-static void weigh_slices(const pick_state *p, uint32_t n_pages, uint32_t size, uint32_t n_slices, float *worth)
+static void weigh_slices(const pick_state *p, uint32_t size, uint32_t n_slices, float *worth)
 {
     for (uint32_t i = 0; i < n_slices && size > 1; i++) {
-        uint32_t end, u = slice_span(p, n_pages, size, i, &end);
+        uint32_t end, u = slice_span(p, size, i, &end);
         float    sum = HSRI_NO_WORTH;
 
         for (; u < end; u++)
@@ -443,46 +433,46 @@ static uint32_t budget_of(const pick_state *p, uint32_t *size)
 
 static void choose_slices(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth, uint32_t *work, uint8_t *chosen)
 {
-    uint32_t size, budget = budget_of(p, &size), n_pages = listed_pages(job, p, kv_head), n_slices = count_slices(p, n_pages, size);
+    uint32_t size, budget = budget_of(p, &size), n_slices = count_slices(p, size);
     bool     all = budget >= p->n_pages * HSRI_PAGE_UNITS;
     hsri_top top;
 
     if (p->settings->selector == HSRI_SELECT_CLASSIC && !all)
         keep_coarse(job, p, kv_head, worth, work);
-    weigh_slices(p, n_pages, size, n_slices, worth);
+    weigh_slices(p, size, n_slices, worth);
     if (p->settings->selector == HSRI_SELECT_RANDOM)
         draw_slices(job, p, kv_head, n_slices, worth);
-    top = hsri_top_of(worth, n_slices, all ? n_slices : budget / size, work);
+    top = hsri_top_of(&job->dev->kernels.sparse, worth, n_slices, all ? n_slices : budget / size, work);
     for (uint32_t i = 0; i < n_slices; i++) {
         uint32_t end, u;
 
         if (!hsri_top_takes(&top, worth[i]))
             continue;
-        for (u = slice_span(p, n_pages, size, i, &end); u < end; u++)
+        for (u = slice_span(p, size, i, &end); u < end; u++)
             chosen[u / HSRI_PAGE_UNITS] |= (uint8_t)(1u << u % HSRI_PAGE_UNITS);
     }
 }
 
-static uint32_t write_list(const select_job *job, const pick_state *p, uint32_t kv_head, const uint8_t *chosen, uint32_t *units)
+static uint32_t write_list(const pick_state *p, const uint8_t *chosen, uint32_t *units)
 {
     uint32_t n = 0;
 
-    for (uint32_t page = 0; page < listed_pages(job, p, kv_head); page++)
-        for (uint32_t bits = chosen[page]; bits; bits &= bits - 1) {
-            assert(n < job->stride);
-            units[n++] = (p->first_page + listed_page(job, p, kv_head, page)) * HSRI_PAGE_UNITS + (uint32_t)__builtin_ctz(bits);
-        }
+    for (uint32_t page = 0; page < p->n_pages; page++)
+        for (uint32_t bits = chosen[page]; bits; bits &= bits - 1)
+            units[n++] = (p->first_page + page) * HSRI_PAGE_UNITS + (uint32_t)__builtin_ctz(bits);
     return n;
 }
 
-/* Mass of the units that were chosen, in the measure's own. */
-static double chosen_mass(const select_job *job, const pick_state *p, uint32_t kv_head, const measure *m, const uint8_t *chosen)
+/* Mass of the n units that were chosen, in the measure's own. */
+static double chosen_mass(const pick_state *p, const measure *m, const uint32_t *units, uint32_t n)
 {
     double sum = 0.0;
 
-    for (uint32_t page = 0; page < listed_pages(job, p, kv_head); page++)
-        for (uint32_t bits = chosen[page]; bits; bits &= bits - 1)
-            sum += (double)(m->mass[page * HSRI_PAGE_UNITS + (uint32_t)__builtin_ctz(bits)] * chunk_factor(m, page / HSRI_SCORE_PAGES));
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t unit = units[i] - p->first_page * HSRI_PAGE_UNITS;
+
+        sum += (double)(m->mass[unit] * chunk_factor(m, unit / CHUNK_UNITS));
+    }
     return sum;
 }
 
@@ -494,7 +484,7 @@ static double mass_of_rest(const select_job *job, const pick_state *p, uint32_t 
     return rest && rest[0] > 0.0 ? rest[0] * exp(rest[1] - (double)m->top) : 0.0;
 }
 
-static void write_covered(const select_job *job, const pick_state *p, uint32_t kv_head, const uint8_t *chosen, uint32_t n)
+static void write_covered(const select_job *job, const pick_state *p, uint32_t kv_head, const uint32_t *units, uint32_t n)
 {
     for (uint32_t vote = 0; vote < p->n_votes; vote++) {
         for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
@@ -505,20 +495,19 @@ static void write_covered(const select_job *job, const pick_state *p, uint32_t k
             if (*covered == 1.0f || !p->scored)
                 continue;
             m = measure_of(job, p, vote, h);
-            *covered = (float)((m.exact + chosen_mass(job, p, kv_head, &m, chosen)) / (m.all + mass_of_rest(job, p, vote, h, &m)));
+            *covered = (float)((m.exact + chosen_mass(p, &m, units, n)) / (m.all + mass_of_rest(job, p, vote, h, &m)));
         }
     }
 }
 
 /* What was chosen is attended; only the rest counts as virtual tokens. */
-static void clear_chosen(const select_job *job, const pick_state *p, uint32_t kv_head, const uint8_t *chosen)
+static void clear_chosen(const select_job *job, const pick_state *p, uint32_t kv_head, const uint32_t *units, uint32_t n)
 {
     for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
         float *mass = job->mass + mass_at(job, p, 0, h);
 
-        for (uint32_t page = 0; page < listed_pages(job, p, kv_head); page++)
-            for (uint32_t bits = chosen[page]; bits; bits &= bits - 1)
-                mass[page * HSRI_PAGE_UNITS + (uint32_t)__builtin_ctz(bits)] = 0.0f;
+        for (uint32_t i = 0; i < n; i++)
+            mass[units[i] - p->first_page * HSRI_PAGE_UNITS] = 0.0f;
     }
 }
 
@@ -542,10 +531,11 @@ static void choose_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
             choose_forced(job, p, kv_head, job->worth + at, chosen);
             choose_slices(job, p, kv_head, job->worth + at, job->work + at, chosen);
         }
-        job->counts[list] = write_list(job, p, kv_head, chosen, units);
-        write_covered(job, p, kv_head, chosen, job->counts[list]);
+        job->counts[list] = write_list(p, chosen, units);
+        assert(job->counts[list] <= job->stride);
+        write_covered(job, p, kv_head, units, job->counts[list]);
         if (p->virtual_tokens)
-            clear_chosen(job, p, kv_head, chosen);
+            clear_chosen(job, p, kv_head, units, job->counts[list]);
     }
 }
 
@@ -566,7 +556,7 @@ static float *means_at(const select_job *job, const pick_state *p, uint32_t head
 
 static void weigh_span(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t span)
 {
-    const uint32_t head = kv_head * job->heads_per_kv, d = job->kv->head_dim, n_chunks = chunks_of(job, p, kv_head);
+    const uint32_t head = kv_head * job->heads_per_kv, d = job->kv->head_dim, n_chunks = p->n_chunks;
     const uint8_t *entries[HSRI_SCORE_PAGES];
     float          tops[HSRI_ATTEND_MAX_QUERIES], factors[HSRI_ATTEND_MAX_QUERIES];
 
@@ -577,7 +567,7 @@ static void weigh_span(const select_job *job, const pick_state *p, uint32_t kv_h
         for (uint32_t h = 0; h < n_heads; h++)
             tops[h] = highest(job->raised + chunk_at(job, p, 0, head + h0 + h), n_chunks);
         for (uint32_t i = span * SPAN_CHUNKS; i < hsri_min((span + 1) * SPAN_CHUNKS, n_chunks); i++) {
-            uint32_t n = pages_of_chunk(job, p, kv_head, i);
+            uint32_t n = pages_of_chunk(p, i);
 
             find_entries(job, p, kv_head, i * HSRI_SCORE_PAGES, n, entries);
             for (uint32_t h = 0; h < n_heads; h++)
@@ -619,7 +609,7 @@ static void finish_head(const select_job *job, const pick_state *p, uint32_t hea
                                  ? hsri_cpu_calibration(job->dev, job->kv, job->layer, head / job->heads_per_kv).mean_v : NULL;
 
         part[0] = reference_of(job, p->row, head) + logf(mass) +
-                  highest(job->raised + chunk_at(job, p, 0, head), chunks_of(job, p, head / job->heads_per_kv));
+                  highest(job->raised + chunk_at(job, p, 0, head), p->n_chunks);
         part[1] = 1.0f;
         for (uint32_t j = 0; j < d; j++)
             part[2 + j] = part[2 + j] / mass + (about ? about[j] : 0.0f);
@@ -691,7 +681,7 @@ static void run_batch(hsri_cpu_device *dev, select_job *job)
 {
     uint64_t n_units = job->max_units * job->n_picks, weighing;
 
-    if (job->tokens)
+    if (job->max_segments)
         hsri_cpu_cluster_list(dev, job);
     weighing = all_items(job, weigh_items);
     hsri_cpu_run_items(dev, all_items(job, score_items), score_cost(job), score_run, job);
@@ -759,7 +749,6 @@ static void cpu_set_aside(hsri_queue *q, const hsri_batch *batch, const hsri_kv_
         for (job.n_picks = 0; i < lists->n_picks && job.n_picks < BATCH_VOTES; i++) {
             pick_state p = describe_pick(&job, i);
 
-            p.n_segments = 0;       /* scores are those of whole units, whatever clusters said of their tokens */
             if (p.virtual_tokens)
                 job.picks[job.n_picks++] = p;
         }

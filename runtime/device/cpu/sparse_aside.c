@@ -9,8 +9,6 @@
 
 #include "base/array.h"
 
-#define CHUNK_UNITS (HSRI_SCORE_PAGES * HSRI_PAGE_UNITS)
-
 /* Estimate for one thread: to score the units of a list for one head. */
 #define LIST_NS 2000u
 

@@ -2,10 +2,9 @@
 /* Clusters before tokens (docs/sparse-attention.md): which tokens of whole segments `select` looks at. Two loops:
  *
  *   survey   masses of all clusters, for each voting row and head; items are segments of kv heads
- *   list     the clusters worth most, as many as the candidates allow; then the pages that hold their tokens, forced pages, and the pages
- *            behind the last whole segment; items are kv heads of picks
+ *   list     the clusters worth most, as many as the candidates allow; items are kv heads of picks
  *
- * The loops of sparse.c then go on as if those pages were all there are. */
+ * The loops of sparse.c then go on, with masses of units from the tokens of those clusters. */
 #include "device/cpu/sparse_job.h"
 #include "device/cpu/sparse_select.h"
 
@@ -16,7 +15,6 @@
 #define LIST_NS 2u              /* for each cluster */
 
 #define CLUSTERS HSRI_SEGMENT_CLUSTERS
-#define BLOCK 16u               /* clusters that are passed over together */
 
 uint32_t hsri_cpu_cluster_segments(const pick_state *p, uint64_t budget)
 {
@@ -37,19 +35,15 @@ uint64_t hsri_cpu_cluster_floats(uint64_t n_votes, uint64_t n_heads, uint64_t n_
 {
     uint64_t segments = n_pages / HSRI_SEGMENT_PAGES, rows = n_votes * n_heads, lists = n_votes * n_kv_heads;
 
-    return 32 + round_up_floats(2 * lists * n_pages) + round_up_floats(4 * rows) + rows * segments * (CLUSTERS + 2) +
-           lists * (segments * 4 * CLUSTERS + n_pages + 1);
+    return 32 + round_up_floats(4 * rows) + rows * segments * (CLUSTERS + 2) + lists * (segments * (4 * CLUSTERS + 1) + 1);
 }
 
 void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes)
 {
     uint64_t rows = (uint64_t)n_votes * job->n_heads, lists = (uint64_t)n_votes * job->kv->n_kv_heads;
-    uint64_t n_pages = job->max_units / HSRI_PAGE_UNITS;
     float   *next = (float *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
 
-    job->max_segments = n_pages / HSRI_SEGMENT_PAGES;
-    job->tokens = (uint64_t *)next;
-    next += round_up_floats(2 * lists * n_pages);
+    job->max_segments = job->max_units / HSRI_SEGMENT_UNITS;
     job->rest = (double *)next;
     next += round_up_floats(4 * rows);
     job->cluster_mass = next;
@@ -62,8 +56,7 @@ void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes)
     next += rows * job->max_segments;
     job->cluster_raised = next;
     next += rows * job->max_segments;
-    job->pages = (uint32_t *)next;
-    job->n_listed = job->pages + lists * n_pages;
+    job->first_taken = (uint32_t *)next;
 }
 
 /* Segments of a head in a vote begin here. */
@@ -171,38 +164,34 @@ static void weigh_clusters(const select_job *job, const pick_state *p, uint32_t 
 typedef struct contest {
     const select_job *job;
     const pick_state *pick;
-    uint32_t     kv_head, n_blocks;
+    uint32_t     kv_head, n_clusters;
     const float *worth;
-    float       *best;                          /* of each block */
     uint32_t    *index, *bits, *weight, n;      /* of those that take part: number, worth as a word, tokens */
 } contest;
 
-static const uint16_t *starts_in(const contest *c, const uint8_t *record)
-{
-    return (const uint16_t *)(record + hsri_cluster_layout_of(&c->pick->seq->index_shape).starts);
-}
-
-/* All clusters that are worth at least so much; returns how many tokens they have. */
+/* All clusters that are worth at least so much, in their order; returns how many tokens they have. */
 static uint64_t enter(contest *c, float least)
 {
-    uint64_t tokens = 0;
+    const uint32_t  starts_at = hsri_cluster_layout_of(&c->pick->seq->index_shape).starts;
+    const uint32_t  n = c->job->dev->kernels.sparse.reach(c->worth, c->n_clusters, least, c->index);
+    const uint16_t *starts = NULL;
+    uint32_t        segment = UINT32_MAX;
+    uint64_t        tokens = 0;
 
     c->n = 0;
-    for (uint32_t block = 0; block < c->n_blocks; block++) {
-        const uint16_t *starts;
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t k = c->index[i], weight;
 
-        if (c->best[block] < least)
-            continue;
-        starts = starts_in(c, record_at(c->job, c->pick, c->kv_head, block * BLOCK / CLUSTERS)) + block * BLOCK % CLUSTERS;
-        for (uint32_t i = 0; i < BLOCK; i++) {
-            uint32_t weight = c->worth[block * BLOCK + i] >= least ? starts[i + 1] - (uint32_t)starts[i] : 0;
-
-            c->index[c->n] = block * BLOCK + i;
-            c->weight[c->n] = weight;
-            memcpy(&c->bits[c->n], &c->worth[block * BLOCK + i], sizeof(uint32_t));
-            c->n += weight > 0;
-            tokens += weight;
+        if (k / CLUSTERS != segment) {
+            segment = k / CLUSTERS;
+            starts = (const uint16_t *)(record_at(c->job, c->pick, c->kv_head, segment) + starts_at);
         }
+        weight = starts[k % CLUSTERS + 1] - (uint32_t)starts[k % CLUSTERS];
+        c->index[c->n] = k;
+        c->weight[c->n] = weight;
+        memcpy(&c->bits[c->n], &c->worth[k], sizeof(uint32_t));
+        c->n += weight > 0;
+        tokens += weight;
     }
     return tokens;
 }
@@ -211,19 +200,10 @@ static uint64_t enter(contest *c, float least)
  * enter. */
 static uint64_t enter_best(contest *c, uint32_t limit)
 {
-    uint32_t want = limit / (HSRI_SEGMENT_TOKENS / CLUSTERS) + 1;
-    uint64_t tokens;
-    hsri_top top;
-    float    least;
+    const hsri_sparse_kernels *kernels = &c->job->dev->kernels.sparse;
+    float    least = hsri_top_bar(kernels, c->worth, c->n_clusters, limit / (HSRI_SEGMENT_TOKENS / CLUSTERS) + 1, c->index);
+    uint64_t tokens = enter(c, least);
 
-    for (uint32_t block = 0; block < c->n_blocks; block++) {
-        c->best[block] = 0.0f;
-        for (uint32_t i = 0; i < BLOCK; i++)
-            c->best[block] = c->worth[block * BLOCK + i] > c->best[block] ? c->worth[block * BLOCK + i] : c->best[block];
-    }
-    top = hsri_top_of(c->best, c->n_blocks, want, c->index);
-    memcpy(&least, &top.threshold, sizeof least);
-    tokens = enter(c, least);
     return tokens > limit || least == 0.0f ? tokens : enter(c, 0.0f);
 }
 
@@ -271,49 +251,6 @@ static void take_best(contest *c, uint32_t limit)
 
 /* ---- lists ---- */
 
-static void mark_tokens(const contest *c, uint64_t *tokens)
-{
-    const hsri_cluster_layout at = hsri_cluster_layout_of(&c->pick->seq->index_shape);
-
-    for (uint32_t i = 0; i < c->n; i++) {
-        uint32_t        segment = c->index[i] / CLUSTERS, k = c->index[i] % CLUSTERS;
-        const uint8_t  *record = record_at(c->job, c->pick, c->kv_head, segment);
-        const uint16_t *starts = starts_in(c, record), *positions = (const uint16_t *)(record + at.positions);
-        uint64_t       *pages = tokens + (uint64_t)segment * HSRI_SEGMENT_PAGES;
-
-        for (uint32_t j = starts[k]; j < starts[k + 1]; j++)
-            pages[positions[j] / HSRI_PAGE_TOKENS] |= 1ull << positions[j] % HSRI_PAGE_TOKENS;
-    }
-}
-
-/* Pages without tokens to look at, but forced. `listed` has room for a byte of each page. */
-static void mark_forced(const contest *c, uint8_t *listed)
-{
-    const hsri_sparse *s = c->pick->settings;
-    const uint32_t    *forced = s->n_forced ? hsri_cpu_at(c->job->dev, s->forced, 0) : NULL;
-
-    memset(listed, 0, c->pick->n_pages);
-    if (forced)
-        forced += ((uint64_t)c->job->layer * c->job->kv->n_kv_heads + c->kv_head) * s->n_forced;
-    for (uint32_t i = 0; i < s->n_forced && forced; i++)
-        if (forced[i] >= c->pick->first_page && forced[i] - c->pick->first_page < c->pick->n_pages)
-            listed[forced[i] - c->pick->first_page] = 1;
-}
-
-static uint32_t write_pages(const pick_state *p, const uint8_t *forced, uint64_t *tokens, uint32_t *pages)
-{
-    uint32_t n = 0;
-
-    for (uint32_t i = 0; i < p->n_pages; i++) {
-        uint64_t of_page = tokens[i];
-
-        pages[n] = i;
-        tokens[n] = of_page;
-        n += of_page != 0 || forced[i];
-    }
-    return n;
-}
-
 /* Mass of the clusters that are not taken: c->index has those that are, ascending. */
 static void write_rest(const contest *c, uint32_t vote, uint32_t head)
 {
@@ -326,6 +263,29 @@ static void write_rest(const contest *c, uint32_t vote, uint32_t head)
     rest[1] = (double)m.top;
 }
 
+static uint64_t taken_at(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    return list_at(job, p, kv_head) * (job->max_segments + 1);
+}
+
+static uint64_t work_at(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    return 3 * list_at(job, p, kv_head) * job->max_segments * CLUSTERS;
+}
+
+/* Where the clusters of each segment begin among those taken. */
+static void write_firsts(const contest *c)
+{
+    uint32_t *first = c->job->first_taken + taken_at(c->job, c->pick, c->kv_head), n = 0;
+
+    for (uint32_t segment = 0; segment < c->pick->n_segments; segment++) {
+        first[segment] = n;
+        while (n < c->n && c->index[n] / CLUSTERS == segment)
+            n++;
+    }
+    first[c->pick->n_segments] = n;
+}
+
 static uint64_t list_items(const select_job *job, const pick_state *p) { return p->n_segments ? job->kv->n_kv_heads : 0; }
 
 static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
@@ -334,43 +294,85 @@ static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
 
     (void)worker;
     for (uint64_t item = first; item < end; item++) {
-        uint64_t          i = item;
+        uint64_t          i = item, most = job->max_segments * CLUSTERS;
         const pick_state *p = find_pick(job, &i, list_items);
-        uint32_t          kv_head = (uint32_t)i, n_clusters = p->n_segments * CLUSTERS, whole = p->n_segments * HSRI_SEGMENT_PAGES;
-        uint64_t          list = list_at(job, p, kv_head), most = job->max_segments * CLUSTERS, n_pages = job->max_units / HSRI_PAGE_UNITS;
-        float            *worth = job->cluster_worth + list * most;
-        uint64_t         *tokens = job->tokens + list * n_pages;
-        uint32_t         *work = job->cluster_work + 3 * list * most;
-        contest           c = { .job = job, .pick = p, .kv_head = kv_head, .n_blocks = n_clusters / BLOCK, .worth = worth,
-                                .best = (float *)(job->work + list * job->max_units), .index = work, .bits = work + most,
-                                .weight = work + 2 * most };
+        uint32_t          kv_head = (uint32_t)i, *work = job->cluster_work + work_at(job, p, kv_head);
+        float            *worth = job->cluster_worth + list_at(job, p, kv_head) * most;
+        contest           c = { .job = job, .pick = p, .kv_head = kv_head, .n_clusters = p->n_segments * CLUSTERS, .worth = worth,
+                                .index = work, .bits = work + most, .weight = work + 2 * most };
 
         weigh_clusters(job, p, kv_head, worth);
         take_best(&c, p->settings->candidates);
-        memset(tokens, 0, whole * sizeof *tokens);
-        memset(tokens + whole, 0xff, (p->n_pages - whole) * sizeof *tokens);
-        mark_tokens(&c, tokens);
+        write_firsts(&c);
         for (uint32_t vote = 0; vote < p->n_votes; vote++)
             for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++)
                 write_rest(&c, vote, h);
-        mark_forced(&c, job->chosen + list * n_pages);
-        job->n_listed[list] = write_pages(p, job->chosen + list * n_pages, tokens, job->pages + list * n_pages);
     }
 }
 
-void hsri_cpu_cluster_list(hsri_cpu_device *dev, select_job *job)
+void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job)
 {
     uint64_t n_surveys = all_items(job, survey_items), n_votes = job->n_picks ? job->picks[0].n_votes : 0;
 
     hsri_cpu_run_items(dev, n_surveys, n_surveys * n_votes * job->heads_per_kv * SURVEY_NS, survey_run, job);
     hsri_cpu_run_items(dev, all_items(job, list_items), n_surveys * CLUSTERS * (LIST_NS + n_votes * job->heads_per_kv / 8), list_run, job);
-    for (uint32_t i = 0; i < job->n_picks; i++) {
-        pick_state *p = &job->picks[i];
-        uint64_t    most = 0;
+}
 
-        for (uint32_t kv_head = 0; kv_head < job->kv->n_kv_heads && p->n_segments; kv_head++)
-            most = hsri_max(most, listed_pages(job, p, kv_head));
-        if (p->n_segments)
-            p->n_chunks = (uint32_t)hsri_div_up(most, HSRI_SCORE_PAGES);
+/* ---- tokens of the clusters taken ---- */
+
+/* Sums of the chunks of a segment; returns the largest. */
+static float sum_chunks(const select_job *job, const float *mass, float *sums)
+{
+    float most = 0.0f;
+
+    for (uint32_t i = 0; i < SEGMENT_CHUNKS; i++) {
+        sums[i] = job->dev->kernels.sparse.sum(mass + (uint64_t)i * CHUNK_UNITS, CHUNK_UNITS);
+        most = sums[i] > most ? sums[i] : most;
+    }
+    return most;
+}
+
+/* Of one head. Its clusters have been scored by a reference that may be higher than its own, and tokens may need one that is higher still. */
+static void members_raised(const select_job *job, hsri_member_score_args a, float raised, float *sums, float *raises)
+{
+    float most = sum_chunks(job, a.mass, sums), cluster_mass[CLUSTERS];
+
+    for (uint32_t i = 0; i < MAX_RAISES && most >= HSRI_MASS_MAX; i++) {
+        raised += RAISE;
+        for (uint32_t k = 0; k < CLUSTERS; k++)
+            cluster_mass[k] = (i ? cluster_mass[k] : a.cluster_mass[k]) * expf(-RAISE);
+        a.cluster_mass = cluster_mass;
+        job->dev->kernels.sparse.cluster.score_members(&a);
+        most = sum_chunks(job, a.mass, sums);
+    }
+    for (uint32_t i = 0; i < SEGMENT_CHUNKS; i++)
+        raises[i] = raised;
+}
+
+void hsri_cpu_score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote)
+{
+    const uint32_t *taken = job->first_taken + taken_at(job, p, kv_head) + segment;
+    uint32_t        row = row_of_vote(p, vote), d = job->kv->head_dim, head = kv_head * job->heads_per_kv;
+    hsri_member_score_args a = { .record = record_at(job, p, kv_head, segment), .shape = &p->seq->index_shape,
+                                 .clusters = job->cluster_work + work_at(job, p, kv_head) + taken[0], .n_clusters = taken[1] - taken[0],
+                                 .scale = job->scale, .cluster_stride = job->max_segments * CLUSTERS, .mass_stride = job->max_units };
+
+    for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
+        a.n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
+        a.rotated = job->rotated + ((uint64_t)row * job->n_heads + head + h0) * d;
+        a.cluster_mass = job->cluster_mass + (segments_at(job, p, vote, head + h0) + segment) * CLUSTERS;
+        a.mass = job->mass + mass_at(job, p, vote, head + h0) + (uint64_t)segment * HSRI_SEGMENT_UNITS;
+        job->dev->kernels.sparse.cluster.score_members(&a);
+        for (uint32_t h = 0; h < a.n_heads; h++) {
+            hsri_member_score_args one = a;
+            uint64_t at = segments_at(job, p, vote, head + h0 + h) + segment;
+            uint64_t chunk = chunk_at(job, p, vote, head + h0 + h) + (uint64_t)segment * SEGMENT_CHUNKS;
+
+            one.n_heads = 1;
+            one.rotated += (uint64_t)h * d;
+            one.cluster_mass += h * a.cluster_stride;
+            one.mass += h * a.mass_stride;
+            members_raised(job, one, job->cluster_raised[at], job->sums + chunk, job->raised + chunk);
+        }
     }
 }

@@ -27,7 +27,7 @@ typedef struct pick_state {
     uint32_t first_vote;               /* within the batch */
     bool     scored;                   /* there are masses, exact or estimated */
     bool     virtual_tokens;
-    uint32_t n_segments;               /* whose clusters say which tokens are looked at; 0: all are */
+    uint32_t n_segments;               /* whose clusters say which of their tokens are looked at; 0: all are */
 } pick_state;
 
 typedef struct select_job {
@@ -53,15 +53,13 @@ typedef struct select_job {
     uint32_t          *work;           /* [pick][kv head][units] */
     float             *means;          /* [pick][spans][head]{ mass, value[d] } */
     uint8_t           *chosen;         /* [pick][kv head][pages], a bit for each unit */
-    /* For picks with clusters; NULL if none has. Pages are then those of the list, everywhere above. */
-    uint64_t           max_segments;
-    uint64_t          *tokens;         /* [pick][kv head][pages] which tokens of a page are looked at */
-    uint32_t          *pages;          /* [pick][kv head][pages] the list: numbers among the selectable pages */
-    uint32_t          *n_listed;       /* [pick][kv head] */
+    /* For picks with clusters. */
+    uint64_t           max_segments;   /* 0: there are none */
     float             *cluster_mass;   /* [vote][head][segments][clusters] */
     float             *cluster_sums, *cluster_raised;   /* [vote][head][segments] */
     float             *cluster_worth;  /* [pick][kv head][segments][clusters] */
-    uint32_t          *cluster_work;   /* [pick][kv head][segments][clusters][3] */
+    uint32_t          *cluster_work;   /* [pick][kv head][3][segments][clusters], of which the first become those that are taken, ascending */
+    uint32_t          *first_taken;    /* [pick][kv head][segments + 1]: where those of a segment begin among them */
     double            *rest;           /* [vote][head]{ mass of the clusters not taken, its measure as `raised` } */
 } select_job;
 
@@ -90,22 +88,6 @@ static inline float reference_of(const select_job *job, uint32_t row, uint32_t h
     float        reference = acc[0] + logf(acc[1]);
 
     return isfinite(reference) ? reference : NAN;
-}
-
-/* Pages whose units compete, and the number of one of them among the selectable pages. */
-static inline uint32_t listed_pages(const select_job *job, const pick_state *p, uint32_t kv_head)
-{
-    return p->n_segments ? job->n_listed[list_at(job, p, kv_head)] : p->n_pages;
-}
-
-static inline const uint64_t *listed_tokens(const select_job *job, const pick_state *p, uint32_t kv_head)
-{
-    return job->tokens + list_at(job, p, kv_head) * (job->max_units / HSRI_PAGE_UNITS);
-}
-
-static inline uint32_t listed_page(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t i)
-{
-    return p->n_segments ? job->pages[list_at(job, p, kv_head) * (job->max_units / HSRI_PAGE_UNITS) + i] : i;
 }
 
 /* Which pick item i belongs to, when each has `per_pick(p)` of them; i becomes the number within it. */
@@ -160,10 +142,13 @@ static inline measure measure_chunks(const float *mass, const float *sums, const
 
 /* ---- sparse.c ---- */
 
+#define SEGMENT_CHUNKS (HSRI_SEGMENT_PAGES / HSRI_SCORE_PAGES)
+#define CHUNK_UNITS (HSRI_SCORE_PAGES * HSRI_PAGE_UNITS)
+
 /* A chunk of pages. */
 typedef struct chunk {
     const pick_state *pick;
-    uint32_t kv_head, index, first, n_pages;   /* first: among the listed pages */
+    uint32_t kv_head, index, first, n_pages;   /* first: among the selectable pages */
     const uint8_t *entries[HSRI_SCORE_PAGES];
     hsri_calibration_record calibration;
     float   *scratch;
@@ -197,7 +182,11 @@ void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes);
 /* Whole segments of the pick whose clusters are to be looked at before their tokens; 0: none, since all tokens may be. */
 uint32_t hsri_cpu_cluster_segments(const pick_state *p, uint64_t budget);
 
-/* Lists of pages, and which of their tokens to look at, of all picks with clusters; and their n_chunks. */
-void hsri_cpu_cluster_list(hsri_cpu_device *dev, select_job *job);
+/* Which clusters of the segments of all picks are worth their tokens' scores. */
+void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job);
+
+/* Masses of the units of a segment, of tokens of the clusters taken; as of the chunks of its pages, their sums, and how much references were
+ * raised. */
+void hsri_cpu_score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote);
 
 #endif

@@ -31,7 +31,6 @@ typedef struct hsri_score_args {
     const float    *rotated;        /* [n_heads][d], in the calibrated basis: the sketch alone */
     const float    *reference;      /* [n_heads] */
     const float    *mean_k;         /* [d]: what the sketch's mean keys are told about */
-    const uint64_t *tokens;         /* the sketch alone: [n_pages] which tokens count, bit by position; NULL: all */
     float          *mass;           /* [n_heads] rows of 4 n_pages units */
     uint64_t        mass_stride;    /* floats between rows */
 } hsri_score_args;
@@ -63,15 +62,6 @@ static inline uint32_t hsri_sketch_token(uint32_t line, uint32_t lane)
     return lane / 4 * HSRI_UNIT_TOKENS + line * 4 + lane % 4;
 }
 
-/* Of a page's tokens, those of a line, lane by lane. */
-static inline uint32_t hsri_sketch_line(uint64_t tokens, uint32_t line)
-{
-    uint64_t lanes = tokens >> 4 * line & 0x000F000F000F000Fu;
-
-    lanes = (lanes | lanes >> 12) & 0x000000FF000000FFu;
-    return (uint32_t)((lanes | lanes >> 24) & 0xFFFFu);
-}
-
 typedef struct hsri_sparse_kernels {
     /* entry of a page of keys k[64][d] and values v[64][d]; the sketch needs the calibration. Every level has the same bits. */
     void (*encode)(const hsri_index_shape *shape, const hsri_calibration_record *calibration, const float *k, const float *v,
@@ -85,6 +75,10 @@ typedef struct hsri_sparse_kernels {
     void (*rotate)(const float *matrix, const float *q, uint32_t d, float *out);
     /* sum of n floats */
     float (*sum)(const float *x, uint64_t n);
+    /* the numbers, ascending, of those of n that are at least so large; returns how many they are. No NaN is. */
+    uint32_t (*reach)(const float *x, uint32_t n, float least, uint32_t *out);
+    /* the largest of each of 16 sets of 16, of 256 together; NaN and what is below 0 is 0 */
+    void (*maxima)(const float *x, float *out);
     /* out[i] += weight x[i] */
     void (*add_scaled)(float *out, float weight, const float *x, uint64_t n);
     /* Of each head, with the mass of a page's units as its weight: out[head][0] += factors[head] sum of the weights, out[head][1 + j] +=

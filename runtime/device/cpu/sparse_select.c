@@ -7,6 +7,10 @@
 #define PASSES 3u
 #define BINS 2048u
 
+/* What hsri_sparse_kernels.maxima makes of a block. */
+#define SETS 16u
+#define SETS_OF 256u
+
 static const uint32_t shifts[PASSES] = { 20, 9, 0 }, bins[PASSES] = { 2048, 2048, 512 };
 
 /* The bin of the want-th largest; *want becomes its rank within the bin. */
@@ -19,43 +23,63 @@ static uint32_t find_bin(const uint32_t *counts, uint32_t n_bins, uint32_t *want
     return bin;
 }
 
-/* Bits of all that compete. */
-static uint32_t compete(const float *values, uint32_t n, uint32_t *out)
+/* The want-th largest of fewer than all, as bits, of which only some are left afterwards. *want becomes its rank among its equals. */
+static uint32_t find_threshold(uint32_t *values, uint32_t n, uint32_t *want)
 {
-    uint32_t n_out = 0;
+    uint32_t counts[BINS], threshold = 0;
 
-    for (uint32_t i = 0; i < n; i++) {
-        float value = values[i] + 0.0f;
-
-        memcpy(&out[n_out], &value, sizeof value);
-        n_out += values[i] >= 0.0f;
-    }
-    return n_out;
-}
-
-hsri_top hsri_top_of(const float *values, uint32_t n, uint32_t want, uint32_t *work)
-{
-    uint32_t counts[BINS], left = compete(values, n, work), threshold = 0;
-
-    if (want == 0)
-        return (hsri_top){ UINT32_MAX, 0 };
-    if (want >= left)
-        return (hsri_top){ 0, UINT32_MAX };
     for (uint32_t pass = 0; pass < PASSES; pass++) {
         uint32_t kept = 0, bin;
 
-        memset(counts, 0, sizeof counts);
-        for (uint32_t i = 0; i < left; i++)
-            counts[work[i] >> shifts[pass] & (bins[pass] - 1)]++;
-        bin = find_bin(counts, bins[pass], &want);
-        for (uint32_t i = 0; i < left; i++) {
-            uint32_t bits = work[i];
+        memset(counts, 0, bins[pass] * sizeof *counts);
+        for (uint32_t i = 0; i < n; i++)
+            counts[values[i] >> shifts[pass] & (bins[pass] - 1)]++;
+        bin = find_bin(counts, bins[pass], want);
+        for (uint32_t i = 0; i < n; i++) {
+            uint32_t bits = values[i];
 
-            work[kept] = bits;
+            values[kept] = bits;
             kept += (bits >> shifts[pass] & (bins[pass] - 1)) == bin;
         }
         threshold |= bin << shifts[pass];
-        left = kept;
+        n = kept;
     }
+    return threshold;
+}
+
+/* The largest of each of many sets are values, too: of those, the want-th largest is reached by as many at least. */
+float hsri_top_bar(const hsri_sparse_kernels *kernels, const float *values, uint32_t n, uint32_t want, uint32_t *work)
+{
+    uint32_t n_sets = n / SETS_OF * SETS, bits;
+    float    largest[SETS], bar;
+
+    if (want >= n_sets || want == 0)
+        return 0.0f;
+    for (uint32_t i = 0; i < n_sets; i += SETS) {
+        kernels->maxima(values + i / SETS * SETS_OF, largest);
+        memcpy(work + i, largest, sizeof largest);
+    }
+    bits = find_threshold(work, n_sets, &want);
+    memcpy(&bar, &bits, sizeof bar);
+    return bar;
+}
+
+hsri_top hsri_top_of(const hsri_sparse_kernels *kernels, const float *values, uint32_t n, uint32_t want, uint32_t *work)
+{
+    float    bar = hsri_top_bar(kernels, values, n, want, work);
+    uint32_t left = kernels->reach(values, n, bar, work), threshold;
+
+    if (want == 0)
+        return (hsri_top){ UINT32_MAX, 0 };
+    if (want >= left) {
+        memcpy(&threshold, &bar, sizeof bar);
+        return (hsri_top){ threshold, UINT32_MAX };
+    }
+    for (uint32_t i = 0; i < left; i++) {
+        float value = values[work[i]] + 0.0f;       /* -0 is 0 */
+
+        memcpy(&work[i], &value, sizeof value);
+    }
+    threshold = find_threshold(work, left, &want);
     return (hsri_top){ threshold, want };
 }

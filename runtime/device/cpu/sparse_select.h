@@ -7,6 +7,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "device/cpu/sparse_kernels.h"
+
 /* Less than anything that competes; so is NaN. */
 #define HSRI_NO_WORTH (-1.0f)
 
@@ -17,7 +19,11 @@ typedef struct hsri_top {
 } hsri_top;
 
 /* The best `want` of n values, all of them if there are fewer. Values below zero and NaN are never taken. work: n words. */
-hsri_top hsri_top_of(const float *values, uint32_t n, uint32_t want, uint32_t *work);
+hsri_top hsri_top_of(const hsri_sparse_kernels *kernels, const float *values, uint32_t n, uint32_t want, uint32_t *work);
+
+/* A value that at least `want` of n reach, found with little work: the largest of sets of 16 are looked at alone. 0 if that finds none.
+ * work: n words. */
+float hsri_top_bar(const hsri_sparse_kernels *kernels, const float *values, uint32_t n, uint32_t want, uint32_t *work);
 
 /* Whether the next value, in the order of positions, is taken. */
 static inline bool hsri_top_takes(hsri_top *top, float value)

@@ -17,27 +17,37 @@ typedef struct cluster_head {
     float   step, base;
 } cluster_head;
 
+/* Weights as bytes of the largest; returns what a step stands for. Not finite: nothing. */
+static float to_bytes(const float *weights, uint32_t n, int32_t *quads, int32_t *sum)
+{
+    int8_t bytes[HSRI_CLUSTER_COMPONENTS] = { 0 };
+    float  largest = 0.0f;
+
+    for (uint32_t c = 0; c < n; c++)
+        largest = fabsf(weights[c]) > largest ? fabsf(weights[c]) : largest;
+    *sum = 0;
+    for (uint32_t c = 0; c < n && largest > 0x1p-100f && largest < INFINITY; c++) {
+        bytes[c] = (int8_t)lrintf(weights[c] == weights[c] ? weights[c] * (127.0f / largest) : 0.0f);
+        *sum += bytes[c];
+    }
+    memcpy(quads, bytes, sizeof bytes);
+    return largest < INFINITY ? largest / 127.0f : 0.0f;
+}
+
 /* Not a number becomes far below everything. */
 static void prepare_head(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, uint32_t h, cluster_head *head)
 {
     const float *mean = (const float *)(a->record + at->mean), *scales = (const float *)(a->record + at->scales);
     const float *rotated = a->rotated + (uint64_t)h * a->shape->head_dim;
-    float        factor = a->scale * LOG2E, weights[HSRI_CLUSTER_COMPONENTS], largest = 0.0f, base;
-    int8_t       bytes[HSRI_CLUSTER_COMPONENTS] = { 0 };
-    int32_t      sum = 0;
+    float        factor = a->scale * LOG2E, weights[HSRI_CLUSTER_COMPONENTS], base;
+    int32_t      sum;
 
     base = factor * dot_float(a->queries + (uint64_t)h * a->shape->head_dim, mean, a->shape->head_dim) - a->reference[h] * LOG2E;
     for (uint32_t c = 0; c < at->n; c++) {
         weights[c] = rotated[c] * scales[c] * factor;
-        largest = fabsf(weights[c]) > largest ? fabsf(weights[c]) : largest;
         base += weights[c] * 0.0f;
     }
-    for (uint32_t c = 0; c < at->n && largest > 0x1p-100f && largest < INFINITY; c++) {
-        bytes[c] = (int8_t)lrintf(weights[c] == weights[c] ? weights[c] * (127.0f / largest) : 0.0f);
-        sum += bytes[c];
-    }
-    memcpy(head->quads, bytes, sizeof bytes);
-    head->step = largest < INFINITY ? largest / 127.0f : 0.0f;
+    head->step = to_bytes(weights, at->n, head->quads, &sum);
     base -= 7.5f * head->step * (float)sum;
     head->base = base > -1e30f ? (base < 1e30f ? base : 1e30f) : -1e30f;
 }
@@ -111,6 +121,154 @@ static void score_clusters_512(const hsri_cluster_score_args *a)
         case 2:  score_heads(a, &at, heads, h0, 2); break;
         case 3:  score_heads(a, &at, heads, h0, 3); break;
         default: score_heads(a, &at, heads, h0, 4); break;
+        }
+    }
+    _mm_setcsr(csr);
+}
+
+/* ---- members ---- */
+
+#define AHEAD 8u                /* clusters that are fetched before their turn */
+
+/* As cluster_head, of tokens: log 2 of what one has more than its centre = product times step, plus base, all times the cluster's spread. */
+static void prepare_members(const hsri_member_score_args *a, const hsri_cluster_layout *at, uint32_t h, cluster_head *head)
+{
+    const float *scales = (const float *)(a->record + at->token_scales), *rotated = a->rotated + (uint64_t)h * a->shape->head_dim;
+    float        weights[HSRI_CLUSTER_COMPONENTS];
+    int32_t      sum;
+
+    for (uint32_t c = 0; c < at->n; c++)
+        weights[c] = rotated[c] * scales[c] * (a->scale * LOG2E);
+    head->step = to_bytes(weights, at->n, head->quads, &sum);
+    head->base = -7.5f * head->step * (float)sum;
+}
+
+/* Four by four in each group of four lanes: lane 4g + i of v[j] and lane 4g + j of v[i] change places. */
+static inline void transpose4(__m512 *v)
+{
+    __m512d ab0 = _mm512_castps_pd(_mm512_unpacklo_ps(v[0], v[1])), ab1 = _mm512_castps_pd(_mm512_unpackhi_ps(v[0], v[1]));
+    __m512d cd0 = _mm512_castps_pd(_mm512_unpacklo_ps(v[2], v[3])), cd1 = _mm512_castps_pd(_mm512_unpackhi_ps(v[2], v[3]));
+
+    v[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab0, cd0));
+    v[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab0, cd0));
+    v[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab1, cd1));
+    v[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab1, cd1));
+}
+
+static inline void fetch_members(const hsri_member_score_args *a, const hsri_cluster_layout *at, uint32_t i, uint32_t n_sets)
+{
+    if (i < a->n_clusters) {
+        uint32_t first = ((const uint16_t *)(a->record + at->starts))[a->clusters[i] % HSRI_SEGMENT_CLUSTERS];
+
+        _mm_prefetch((const char *)(a->record + at->positions + first * 2), _MM_HINT_T0);
+        for (uint32_t s = 0; s < n_sets; s++)
+            _mm_prefetch((const char *)(a->record + at->tokens + ((uint64_t)s * HSRI_SEGMENT_TOKENS + first) * 4), _MM_HINT_T0);
+    }
+}
+
+/* Masses of 16 tokens, or those in `mask`, of n heads. */
+INLINE void member_masses(const int32_t *codes, __mmask16 mask, const cluster_head *heads, uint32_t n, uint32_t n_sets, float spread,
+                          const float *each, __m512 *mass)
+{
+    const __m512i low4 = _mm512_set1_epi8(15);
+    __m512i       sums[HEADS];
+
+    UNROLL for (uint32_t h = 0; h < n; h++)
+        sums[h] = _mm512_setzero_si512();
+    UNROLL for (uint32_t s = 0; s < n_sets; s++) {
+        __m512i bytes = _mm512_maskz_loadu_epi32(mask, codes + s * HSRI_SEGMENT_TOKENS), low = _mm512_and_si512(bytes, low4);
+        __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low4);
+
+        UNROLL for (uint32_t h = 0; h < n; h++) {
+            sums[h] = dot_bytes(sums[h], low, _mm512_set1_epi32(heads[h].quads[2 * s]));
+            sums[h] = dot_bytes(sums[h], high, _mm512_set1_epi32(heads[h].quads[2 * s + 1]));
+        }
+    }
+    UNROLL for (uint32_t h = 0; h < n; h++) {
+        __m512 log = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[h]), _mm512_set1_ps(heads[h].step * spread), _mm512_set1_ps(heads[h].base * spread));
+
+        /* Not infinite: the centre may have no mass. */
+        mass[h] = _mm512_mul_ps(exp2_16(_mm512_min_ps(log, _mm512_set1_ps(126.0f))), _mm512_set1_ps(each[h]));
+    }
+}
+
+/* Rows of units from units of heads. */
+static void store_members(const hsri_member_score_args *a, const float (*units)[HEADS], uint32_t h0, uint32_t n)
+{
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+
+    for (uint32_t u = 0; u < HSRI_SEGMENT_UNITS; u += 16) {
+        __m512 v[HEADS];
+
+        UNROLL for (uint32_t i = 0; i < HEADS; i++)
+            v[i] = _mm512_load_ps(units[u + 4 * i]);
+        transpose4(v);
+        for (uint32_t h = 0; h < n; h++)
+            _mm512_storeu_ps(a->mass + (h0 + h) * a->mass_stride + u,
+                             _mm512_min_ps(_mm512_permutexvar_ps(order, v[h]), _mm512_set1_ps(HSRI_MASS_MAX)));
+    }
+}
+
+INLINE void member_heads(const hsri_member_score_args *a, const hsri_cluster_layout *at, const cluster_head *heads, uint32_t h0, uint32_t n,
+                         uint32_t n_sets)
+{
+    const uint16_t *starts = (const uint16_t *)(a->record + at->starts), *positions = (const uint16_t *)(a->record + at->positions);
+    const int32_t  *codes = (const int32_t *)(a->record + at->tokens);
+    _Alignas(64) float units[HSRI_SEGMENT_UNITS][HEADS], each[HEADS];
+
+    memset(units, 0, sizeof units);
+    for (uint32_t i = 0; i < a->n_clusters; i++) {
+        uint32_t k = a->clusters[i] % HSRI_SEGMENT_CLUSTERS, end = starts[k + 1];
+        float    share = 1.0f / (float)(end - starts[k]);
+
+        fetch_members(a, at, i + AHEAD, n_sets);
+        UNROLL for (uint32_t h = 0; h < n; h++)
+            each[h] = a->cluster_mass[(h0 + h) * a->cluster_stride + k] * share;
+        for (uint32_t first = starts[k]; first < end; first += 16) {
+            uint32_t  part = end - first < 16 ? end - first : 16;
+            __m512    mass[HEADS] = { _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps() };
+            _Alignas(64) float tokens[4][16];
+
+            member_masses(codes + first, (__mmask16)((1u << part) - 1), heads, n, n_sets, (float)a->record[at->spreads + k], each, mass);
+            transpose4(mass);
+            UNROLL for (uint32_t j = 0; j < 4; j++)
+                _mm512_store_ps(tokens[j], mass[j]);
+            for (uint32_t t = 0; t < part; t++) {
+                float *unit = units[positions[first + t] / HSRI_UNIT_TOKENS];
+
+                _mm_store_ps(unit, _mm_add_ps(_mm_load_ps(unit), _mm_load_ps(tokens[t % 4] + t / 4 * 4)));
+            }
+        }
+    }
+    store_members(a, units, h0, n);
+}
+
+INLINE void member_sets(const hsri_member_score_args *a, const hsri_cluster_layout *at, const cluster_head *heads, uint32_t h0, uint32_t n)
+{
+    switch (at->n / 8) {
+    case 1:  member_heads(a, at, heads, h0, n, 1); break;
+    case 2:  member_heads(a, at, heads, h0, n, 2); break;
+    default: member_heads(a, at, heads, h0, n, 3); break;
+    }
+}
+
+static void score_members_512(const hsri_member_score_args *a)
+{
+    hsri_cluster_layout at = hsri_cluster_layout_of(a->shape);
+    uint32_t            csr = _mm_getcsr();
+
+    _mm_setcsr(csr | _MM_FLUSH_ZERO_ON);
+    for (uint32_t h0 = 0; h0 < a->n_heads; h0 += HEADS) {
+        cluster_head heads[HEADS];
+        uint32_t     n = a->n_heads - h0 < HEADS ? a->n_heads - h0 : HEADS;
+
+        for (uint32_t h = 0; h < n; h++)
+            prepare_members(a, &at, h0 + h, &heads[h]);
+        switch (n) {
+        case 1:  member_sets(a, &at, heads, h0, 1); break;
+        case 2:  member_sets(a, &at, heads, h0, 2); break;
+        case 3:  member_sets(a, &at, heads, h0, 3); break;
+        default: member_sets(a, &at, heads, h0, 4); break;
         }
     }
     _mm_setcsr(csr);

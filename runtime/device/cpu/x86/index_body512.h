@@ -229,7 +229,7 @@ static inline __m512 exp2_16(__m512 x)
 }
 
 /* Sums over tokens of the masses of n heads; sums[h] lane 4u + i is a part of unit u's. */
-INLINE void page_sums(const sketch_shape *s, const uint8_t *entry, uint64_t tokens, const page_work *work, uint32_t n, __m512 *sums)
+INLINE void page_sums(const sketch_shape *s, const uint8_t *entry, const page_work *work, uint32_t n, __m512 *sums)
 {
     const __m512i low4 = _mm512_set1_epi8(15), low2 = _mm512_set1_epi8(3);
     __m512        sum[HEADS];
@@ -238,12 +238,9 @@ INLINE void page_sums(const sketch_shape *s, const uint8_t *entry, uint64_t toke
         sum[h] = _mm512_setzero_ps();
     for (uint32_t line = 0; line < HSRI_PAGE_UNITS; line++) {
         const uint8_t *codes = entry + s->at.codes + line * 64;
-        __mmask16      lanes = (__mmask16)hsri_sketch_line(tokens, line);
         __m512i        acc[HEADS];
         uint32_t       quad = 0;
 
-        if (!lanes)
-            continue;
         UNROLL for (uint32_t h = 0; h < n; h++)
             acc[h] = _mm512_setzero_si512();
         for (; quad < s->quads_4bit; quad += 2, codes += 256) {
@@ -266,8 +263,8 @@ INLINE void page_sums(const sketch_shape *s, const uint8_t *entry, uint64_t toke
             }
         }
         UNROLL for (uint32_t h = 0; h < n; h++)
-            sum[h] = _mm512_mask_add_ps(sum[h], lanes, sum[h], exp2_16(_mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[h]), _mm512_set1_ps(work->step[h]),
-                                                                                       _mm512_set1_ps(work->base[h]))));
+            sum[h] = _mm512_add_ps(sum[h], exp2_16(_mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[h]), _mm512_set1_ps(work->step[h]),
+                                                                   _mm512_set1_ps(work->base[h]))));
     }
     UNROLL for (uint32_t h = 0; h < n; h++)
         sums[h] = sum[h];
@@ -288,14 +285,13 @@ static inline void store_masses(const hsri_score_args *a, const __m512 *sums, ui
 }
 
 #define SUMS_CASE(count) \
-    case count: page_sums(s, entry, tokens, &work, count, sums); break;
+    case count: page_sums(s, entry, &work, count, sums); break;
 
 /* Heads [h0, h0 + n) of the call, which are `heads`, and one page. */
 static void score_page(const sketch_shape *s, const hsri_score_args *a, const sketch_heads *heads, uint32_t h0, uint32_t n, uint32_t page,
                        const float *inverse, const __m512i *middles)
 {
     const uint8_t *entry = a->entries[page];
-    const uint64_t tokens = a->tokens ? a->tokens[page] : UINT64_MAX;
     __m512i        shares[MAX_BLOCKS];
     __m512         sums[HEADS];
     page_work      work;
@@ -307,7 +303,7 @@ static void score_page(const sketch_shape *s, const hsri_score_args *a, const sk
     while ((h += 4) < n);
     switch (n) {
     SUMS_CASE(1) SUMS_CASE(2) SUMS_CASE(3) SUMS_CASE(4) SUMS_CASE(5) SUMS_CASE(6) SUMS_CASE(7)
-    default: page_sums(s, entry, tokens, &work, 8, sums); break;
+    default: page_sums(s, entry, &work, 8, sums); break;
     }
     for (h = n; h % 4; h++)
         sums[h] = _mm512_setzero_ps();
@@ -389,29 +385,61 @@ static void mean_heads(const uint8_t *const *codes, uint32_t n_pages, uint32_t n
     }
 }
 
+/* Pages that weigh something move to the front, where their weights are those of codes; returns how many they are. */
+static uint32_t weigh_pages(const uint8_t *const *entries, uint32_t mean_v, uint32_t n_pages, uint32_t n_heads,
+                            float (*weights)[HSRI_SCORE_PAGES], const uint8_t **codes)
+{
+    uint32_t n = 0;
+
+    for (uint32_t p = 0; p < n_pages; p++) {
+        bool any = false;
+
+        for (uint32_t h = 0; h < n_heads; h++)
+            any |= weights[h][p] > 0.0f;
+        if (!any)
+            continue;
+        codes[n] = entries[p] + mean_v;
+        for (uint32_t h = 0; h < n_heads; h++)
+            weights[h][n] = weights[h][p] > 0.0f ? weights[h][p] * load_float(entries[p] + sizeof(float)) : 0.0f;
+        n++;
+    }
+    return n;
+}
+
 static void add_means_512(const uint8_t *const *entries, uint32_t n_pages, const hsri_index_shape *shape, uint32_t n_heads,
                           const float *mass,
                           uint64_t mass_stride, const float *factors, float *out)
 {
     hsri_index_layout at = hsri_index_layout_of(shape);
     const uint8_t    *codes[HSRI_SCORE_PAGES];
-    float             weights[MEAN_HEADS][HSRI_SCORE_PAGES], scales[HSRI_SCORE_PAGES];
+    float             weights[MEAN_HEADS][HSRI_SCORE_PAGES];
     uint32_t          d = shape->head_dim;
 
-    for (uint32_t p = 0; p < n_pages; p++) {
-        codes[p] = entries[p] + at.mean_v;
-        scales[p] = load_float(entries[p] + sizeof(float));
-    }
     for (uint32_t h0 = 0; h0 < n_heads; h0 += MEAN_HEADS, out += MEAN_HEADS * (1 + d)) {
         uint32_t n = (uint32_t)hsri_min(MEAN_HEADS, n_heads - h0);
 
-        for (uint32_t h = 0; h < n; h++) {
+        for (uint32_t h = 0; h < n; h++)
             out[h * (1 + d)] += mean_weights(mass + (h0 + h) * mass_stride, n_pages, factors[h0 + h], weights[h]);
-            for (uint32_t p = 0; p < n_pages; p++)
-                weights[h][p] = weights[h][p] > 0.0f ? weights[h][p] * scales[p] : 0.0f;
-        }
-        mean_heads(codes, n_pages, n, d, weights, out + 1);
+        mean_heads(codes, weigh_pages(entries, at.mean_v, n_pages, n, weights, codes), n, d, weights, out + 1);
     }
+}
+
+/* ---- the largest ---- */
+
+static uint32_t reach_512(const float *x, uint32_t n, float least, uint32_t *out)
+{
+    __m512i  at = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    uint32_t n_out = 0;
+
+    for (uint32_t i = 0; i < n; i += 16, at = _mm512_add_epi32(at, _mm512_set1_epi32(16))) {
+        __mmask16 in = _mm512_mask_cmp_ps_mask(first16(n - i), _mm512_maskz_loadu_ps(first16(n - i), x + i), _mm512_set1_ps(least), _CMP_GE_OQ);
+        uint32_t  found = (uint32_t)__builtin_popcount(in);
+
+        if (in)
+            _mm512_mask_storeu_epi32(out + n_out, first16(found), _mm512_maskz_compress_epi32(in, at));
+        n_out += found;
+    }
+    return n_out;
 }
 
 /* ---- scoring ---- */
@@ -449,4 +477,5 @@ static void fill_512(hsri_sparse_kernels *k)
     fill_lanes(k);
     k->score_sketch = score_sketch;
     k->add_means = add_means_512;
+    k->reach = reach_512;
 }
