@@ -23,6 +23,8 @@ static void test_top(const hsri_sparse_kernels *kernels)
         uint32_t n = round < 4 ? round : 1 + (uint32_t)(hsri_rng_u64(round, 0) % N), competing = 0, taken = 0, want;
         hsri_top top;
         bool     good = true;
+        static uint32_t list[N];
+        uint32_t n_list;
         float    least = INFINITY, most_left = -1;
 
         for (uint32_t i = 0; i < n; i++) {
@@ -34,8 +36,10 @@ static void test_top(const hsri_sparse_kernels *kernels)
         }
         want = round % 7 == 0 ? n + 1 : round % 7 == 1 ? 0 : round % 7 == 2 ? 1 + round % 3 : (uint32_t)(hsri_rng_u64(round, 1) % (n + 1));
         top = hsri_top_of(kernels, values, n, want, work);
+        n_list = hsri_top_list(kernels, top, values, n, list);
         for (uint32_t i = 0; i < n; i++) {
             if (hsri_top_takes(&top, values[i])) {
+                good &= taken < n_list && list[taken] == i;
                 taken++;
                 good &= values[i] >= 0.0f;
                 least = fminf(least, values[i]);
@@ -46,7 +50,7 @@ static void test_top(const hsri_sparse_kernels *kernels)
             }
         }
         CHECK(good);
-        CHECK(taken == (want < competing ? want : competing));
+        CHECK(taken == (want < competing ? want : competing) && n_list == taken);
         CHECK(taken == 0 || most_left <= least);
     }
 }

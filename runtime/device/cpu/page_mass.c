@@ -8,6 +8,7 @@
 
 #define PAGE_NS 400u                   /* of one thread: a page attended by one head */
 #define ADD_NS 8u                      /* its share added */
+#define FEW 4u                         /* pages that are looked at together */
 #define LOOK_NS 2u                     /* a page looked at for the most attended */
 
 /* ---- single pages ---- */
@@ -99,9 +100,14 @@ static void hear_lists(const listener *l)
 /* Nothing was heard of pages [first, end) yet. */
 static void forget_parts(const listener *l, uint64_t first, uint64_t end)
 {
-    for (uint32_t h = 0; h < l->set.n; h++)
-        for (uint64_t page = first; page < end; page++)
-            memcpy(part_at(l->job, l->i, l->head + h, (uint32_t)page), (float[2]){ -INFINITY, 0.0f }, 2 * sizeof(float));
+    for (uint32_t h = 0; h < l->set.n; h++) {
+        float *part = part_at(l->job, l->i, l->head + h, 0);
+
+        for (uint64_t page = first; page < end; page++) {
+            part[2 * page] = -INFINITY;
+            part[2 * page + 1] = 0.0f;
+        }
+    }
 }
 
 static void hear_heads(const listener *l, uint32_t g)
@@ -203,15 +209,37 @@ static float mass_of(const add_job *job, uint32_t i, uint32_t kv_head, uint32_t 
     return isfinite(sum) ? sum : 0.0f;
 }
 
+/* No head heard anything of pages [page, page + FEW): so it is with most of them, if the row was sparse. */
+static bool is_silent(const add_job *job, uint32_t i, uint32_t kv_head, uint32_t page)
+{
+    static const float nothing[2] = { -INFINITY, 0.0f };
+    uint32_t heads_per_kv = job->n_heads / job->kv->n_kv_heads;
+    uint64_t empty, off = 0, parts[FEW];
+
+    memcpy(&empty, nothing, sizeof empty);
+    for (uint32_t h = kv_head * heads_per_kv; h < (kv_head + 1) * heads_per_kv; h++) {
+        memcpy(parts, job->parts + (((uint64_t)i * job->n_heads + h) * job->what->n_pages + page) * 2, sizeof parts);
+        for (uint32_t j = 0; j < FEW; j++)
+            off |= parts[j] ^ empty;
+    }
+    return off == 0;
+}
+
 static void add_row(const add_job *job, uint32_t i, uint32_t kv_head)
 {
     const hsri_row *row = &job->rows[job->listed[i].row];
     float          *table = hsri_cpu_at(job->dev, job->tables[row->seq], 0);
+    uint32_t        n_known = job->listed[i].n_known, end = row->pos / HSRI_PAGE_TOKENS + 1;
 
-    for (uint32_t page = 0; page <= row->pos / HSRI_PAGE_TOKENS; page++) {
-        float *mass = &table[hsri_mass_at(job->kv->n_layers, job->kv->n_kv_heads, job->layer, kv_head, page)];
+    for (uint32_t page = 0; page < end; page++) {
+        float *mass;
 
-        *mass = (page < job->listed[i].n_known ? *mass : 0.0f) + mass_of(job, i, kv_head, page);
+        if (page % FEW == 0 && page + FEW <= hsri_min(n_known, end) && is_silent(job, i, kv_head, page)) {
+            page += FEW - 1;
+            continue;
+        }
+        mass = &table[hsri_mass_at(job->kv->n_layers, job->kv->n_kv_heads, job->layer, kv_head, page)];
+        *mass = (page < n_known ? *mass : 0.0f) + mass_of(job, i, kv_head, page);
     }
 }
 
@@ -315,11 +343,18 @@ static void choose_top(const ranking *r, uint32_t want, uint32_t *out)
     for (; page < r->job->range->end_page && n < want; page++)
         out[n++] = page;
     make_heap(r, out, n, false);
-    for (; n > 0 && page < r->job->range->end_page; page++) {
-        if (!goes_first(r, out[0], page, false))
-            continue;
-        out[0] = page;
-        sift_down(r, out, n, 0, false);
+    /* Those that follow have to be attended more: of equals, the earlier are taken, and what is not known is 0. */
+    for (uint32_t end = (uint32_t)hsri_min(r->job->range->end_page, r->job->range->n_known); n > 0 && page < end;) {
+        uint32_t     run = page / HSRI_MASS_RUN * HSRI_MASS_RUN, stop = (uint32_t)hsri_min(end, run + HSRI_MASS_RUN);
+        const float *masses = &r->job->table[hsri_mass_at(r->job->kv->n_layers, r->job->kv->n_kv_heads, r->layer, r->kv_head, run)];
+
+        for (float least = mass_at(r, out[0]); page < stop; page++) {
+            if (!(masses[page - run] > least))
+                continue;
+            out[0] = page;
+            sift_down(r, out, n, 0, false);
+            least = mass_at(r, out[0]);
+        }
     }
     sort_pages(r, out, n);
     while (n < r->job->stride)

@@ -443,12 +443,11 @@ static void choose_slices(const select_job *job, const pick_state *p, uint32_t k
     if (p->settings->selector == HSRI_SELECT_RANDOM)
         draw_slices(job, p, kv_head, n_slices, worth);
     top = hsri_top_of(&job->dev->kernels.sparse, worth, n_slices, all ? n_slices : budget / size, work);
+    n_slices = hsri_top_list(&job->dev->kernels.sparse, top, worth, n_slices, work);
     for (uint32_t i = 0; i < n_slices; i++) {
         uint32_t end, u;
 
-        if (!hsri_top_takes(&top, worth[i]))
-            continue;
-        for (u = slice_span(p, size, i, &end); u < end; u++)
+        for (u = slice_span(p, size, work[i], &end); u < end; u++)
             chosen[u / HSRI_PAGE_UNITS] |= (uint8_t)(1u << u % HSRI_PAGE_UNITS);
     }
 }

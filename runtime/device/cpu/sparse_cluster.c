@@ -35,7 +35,7 @@ uint64_t hsri_cpu_cluster_floats(uint64_t n_votes, uint64_t n_heads, uint64_t n_
 {
     uint64_t segments = n_pages / HSRI_SEGMENT_PAGES, rows = n_votes * n_heads, lists = n_votes * n_kv_heads;
 
-    return 32 + round_up_floats(4 * rows) + rows * segments * (CLUSTERS + 2) + lists * (segments * (4 * CLUSTERS + 1) + 1);
+    return 32 + round_up_floats(4 * rows) + rows * segments * (CLUSTERS + 2) + lists * (segments * (5 * CLUSTERS + 1) + 1);
 }
 
 void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes)
@@ -51,7 +51,7 @@ void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes)
     job->cluster_worth = next;
     next += lists * job->max_segments * CLUSTERS;
     job->cluster_work = (uint32_t *)next;
-    next += lists * job->max_segments * 3 * CLUSTERS;
+    next += lists * job->max_segments * 4 * CLUSTERS;
     job->cluster_sums = next;
     next += rows * job->max_segments;
     job->cluster_raised = next;
@@ -167,6 +167,7 @@ typedef struct contest {
     uint32_t     kv_head, n_clusters;
     const float *worth;
     uint32_t    *index, *bits, *weight, n;      /* of those that take part: number, worth as a word, tokens */
+    uint32_t    *rivals;                        /* which of these may be the last one taken */
 } contest;
 
 /* All clusters that are worth at least so much, in their order; returns how many tokens they have. */
@@ -177,34 +178,40 @@ static uint64_t enter(contest *c, float least)
     const uint16_t *starts = NULL;
     uint32_t        segment = UINT32_MAX;
     uint64_t        tokens = 0;
+    uint32_t       *index = c->index, *bits = c->bits, *weights = c->weight, n_in = 0;
 
-    c->n = 0;
     for (uint32_t i = 0; i < n; i++) {
-        uint32_t k = c->index[i], weight;
+        uint32_t k = index[i], weight;
 
         if (k / CLUSTERS != segment) {
             segment = k / CLUSTERS;
             starts = (const uint16_t *)(record_at(c->job, c->pick, c->kv_head, segment) + starts_at);
         }
         weight = starts[k % CLUSTERS + 1] - (uint32_t)starts[k % CLUSTERS];
-        c->index[c->n] = k;
-        c->weight[c->n] = weight;
-        memcpy(&c->bits[c->n], &c->worth[k], sizeof(uint32_t));
-        c->n += weight > 0;
+        index[n_in] = k;
+        weights[n_in] = weight;
+        memcpy(&bits[n_in], &c->worth[k], sizeof *bits);
+        n_in += weight > 0;
         tokens += weight;
     }
+    c->n = n_in;
     return tokens;
 }
 
-/* First by a bar that as many clusters reach as there would be of the usual size: that leaves few. If they have too few tokens, all
- * enter. */
+/* First by a bar that as many clusters reach as there would be of twice the usual size, since those are worth more: that leaves few. If they
+ * have too few tokens, by a lower one, and then all enter. */
 static uint64_t enter_best(contest *c, uint32_t limit)
 {
     const hsri_sparse_kernels *kernels = &c->job->dev->kernels.sparse;
-    float    least = hsri_top_bar(kernels, c->worth, c->n_clusters, limit / (HSRI_SEGMENT_TOKENS / CLUSTERS) + 1, c->index);
-    uint64_t tokens = enter(c, least);
 
-    return tokens > limit || least == 0.0f ? tokens : enter(c, 0.0f);
+    for (uint32_t size = 2 * HSRI_SEGMENT_TOKENS / CLUSTERS; size > 1; size /= 2) {
+        float    least = hsri_top_bar(kernels, c->worth, c->n_clusters, limit / size + 1, c->index);
+        uint64_t tokens = enter(c, least);
+
+        if (tokens > limit || least == 0.0f)
+            return tokens;
+    }
+    return enter(c, 0.0f);
 }
 
 /* The worth, as a word, at which the limit is passed; *left: tokens that those of this worth may still have. Words are looked at in three
@@ -212,18 +219,26 @@ static uint64_t enter_best(contest *c, uint32_t limit)
 static uint32_t find_bar(const contest *c, uint64_t *left)
 {
     static const uint32_t shifts[] = { 21, 10, 0 }, bins[] = { 2048, 2048, 1024 };
-    uint32_t tokens[2048], bar = 0;
+    uint32_t tokens[2048], bar = 0, n = c->n;
 
+    for (uint32_t i = 0; i < n; i++)
+        c->rivals[i] = i;
     for (uint32_t pass = 0; pass < 3; pass++) {
-        uint32_t bin = bins[pass] - 1, shift = shifts[pass], above = shift + (pass == 2 ? 10 : 11);
+        uint32_t bin = bins[pass] - 1, kept = 0;
 
-        memset(tokens, 0, sizeof tokens);
-        for (uint32_t i = 0; i < c->n; i++)
-            if (above >= 32 || c->bits[i] >> above == bar >> above)
-                tokens[c->bits[i] >> shift & (bins[pass] - 1)] += c->weight[i];
+        memset(tokens, 0, bins[pass] * sizeof *tokens);
+        for (uint32_t i = 0; i < n; i++)
+            tokens[c->bits[c->rivals[i]] >> shifts[pass] & (bins[pass] - 1)] += c->weight[c->rivals[i]];
         while (bin > 0 && tokens[bin] <= *left)
             *left -= tokens[bin--];
-        bar |= bin << shift;
+        for (uint32_t i = 0; i < n; i++) {
+            uint32_t rival = c->rivals[i];
+
+            c->rivals[kept] = rival;
+            kept += (c->bits[rival] >> shifts[pass] & (bins[pass] - 1)) == bin;
+        }
+        bar |= bin << shifts[pass];
+        n = kept;
     }
     return bar;
 }
@@ -270,7 +285,7 @@ static uint64_t taken_at(const select_job *job, const pick_state *p, uint32_t kv
 
 static uint64_t work_at(const select_job *job, const pick_state *p, uint32_t kv_head)
 {
-    return 3 * list_at(job, p, kv_head) * job->max_segments * CLUSTERS;
+    return 4 * list_at(job, p, kv_head) * job->max_segments * CLUSTERS;
 }
 
 /* Where the clusters of each segment begin among those taken. */
@@ -299,7 +314,7 @@ static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
         uint32_t          kv_head = (uint32_t)i, *work = job->cluster_work + work_at(job, p, kv_head);
         float            *worth = job->cluster_worth + list_at(job, p, kv_head) * most;
         contest           c = { .job = job, .pick = p, .kv_head = kv_head, .n_clusters = p->n_segments * CLUSTERS, .worth = worth,
-                                .index = work, .bits = work + most, .weight = work + 2 * most };
+                                .index = work, .bits = work + most, .weight = work + 2 * most, .rivals = work + 3 * most };
 
         weigh_clusters(job, p, kv_head, worth);
         take_best(&c, p->settings->candidates);

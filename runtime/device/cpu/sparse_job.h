@@ -58,7 +58,7 @@ typedef struct select_job {
     float             *cluster_mass;   /* [vote][head][segments][clusters] */
     float             *cluster_sums, *cluster_raised;   /* [vote][head][segments] */
     float             *cluster_worth;  /* [pick][kv head][segments][clusters] */
-    uint32_t          *cluster_work;   /* [pick][kv head][3][segments][clusters], of which the first become those that are taken, ascending */
+    uint32_t          *cluster_work;   /* [pick][kv head][4][segments][clusters], of which the first become those that are taken, ascending */
     uint32_t          *first_taken;    /* [pick][kv head][segments + 1]: where those of a segment begin among them */
     double            *rest;           /* [vote][head]{ mass of the clusters not taken, its measure as `raised` } */
 } select_job;

@@ -83,3 +83,19 @@ hsri_top hsri_top_of(const hsri_sparse_kernels *kernels, const float *values, ui
     threshold = find_threshold(work, left, &want);
     return (hsri_top){ threshold, want };
 }
+
+uint32_t hsri_top_list(const hsri_sparse_kernels *kernels, hsri_top top, const float *values, uint32_t n, uint32_t *out)
+{
+    float    bar;
+    uint32_t n_out = 0;
+
+    memcpy(&bar, &top.threshold, sizeof bar);
+    n = kernels->reach(values, n, bar, out);
+    for (uint32_t i = 0; i < n; i++) {
+        uint32_t number = out[i];
+
+        out[n_out] = number;
+        n_out += hsri_top_takes(&top, values[number]);
+    }
+    return n_out;
+}

@@ -40,4 +40,7 @@ static inline bool hsri_top_takes(hsri_top *top, float value)
     return true;
 }
 
+/* Numbers of those of n that are taken, ascending. */
+uint32_t hsri_top_list(const hsri_sparse_kernels *kernels, hsri_top top, const float *values, uint32_t n, uint32_t *out);
+
 #endif

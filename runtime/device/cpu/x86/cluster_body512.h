@@ -10,6 +10,7 @@
 #define MAX_QUADS (HSRI_CLUSTER_COMPONENTS / 4u)
 #define VECTORS (HSRI_SEGMENT_CLUSTERS / 16u)
 #define HEADS 4u                /* that share a pass over the codes */
+#define LINES_AHEAD 8u          /* lines of codes that are fetched before their turn: sets are a page long, so nobody else would */
 
 /* A head's weights of a segment. Log 2 of the mass of a token of a cluster = product of weights and codes times step, plus base. */
 typedef struct cluster_head {
@@ -17,20 +18,26 @@ typedef struct cluster_head {
     float   step, base;
 } cluster_head;
 
-/* Weights as bytes of the largest; returns what a step stands for. Not finite: nothing. */
-static float to_bytes(const float *weights, uint32_t n, int32_t *quads, int32_t *sum)
+/* Weights [n] as bytes of the largest, and the sum of those; returns what a step stands for. Not finite: nothing. */
+static inline float to_bytes(const float *weights, uint32_t n, int32_t *quads, int32_t *sum)
 {
-    int8_t bytes[HSRI_CLUSTER_COMPONENTS] = { 0 };
-    float  largest = 0.0f;
+    _Alignas(32) int8_t bytes[32];
+    __m512  half[2], most;
+    __m512i words[2];
+    float   largest;
 
-    for (uint32_t c = 0; c < n; c++)
-        largest = fabsf(weights[c]) > largest ? fabsf(weights[c]) : largest;
-    *sum = 0;
-    for (uint32_t c = 0; c < n && largest > 0x1p-100f && largest < INFINITY; c++) {
-        bytes[c] = (int8_t)lrintf(weights[c] == weights[c] ? weights[c] * (127.0f / largest) : 0.0f);
-        *sum += bytes[c];
+    UNROLL for (uint32_t i = 0; i < 2; i++)
+        half[i] = _mm512_maskz_loadu_ps(n >= 16 * i + 16 ? 0xffff : n <= 16 * i ? 0 : (__mmask16)((1u << (n - 16 * i)) - 1), weights + 16 * i);
+    most = _mm512_max_ps(_mm512_abs_ps(half[0]), _mm512_max_ps(_mm512_abs_ps(half[1]), _mm512_setzero_ps()));   /* the second, if the first is NaN */
+    largest = _mm512_reduce_max_ps(most);
+    UNROLL for (uint32_t i = 0; i < 2; i++) {
+        __m512 by = _mm512_set1_ps(largest > 0x1p-100f && largest < INFINITY ? 127.0f / largest : 0.0f), x = _mm512_mul_ps(half[i], by);
+
+        words[i] = _mm512_cvtps_epi32(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x));
+        _mm_store_si128((__m128i *)bytes + i, _mm512_cvtsepi32_epi8(words[i]));
     }
-    memcpy(quads, bytes, sizeof bytes);
+    *sum = _mm512_reduce_add_epi32(_mm512_add_epi32(words[0], words[1]));
+    memcpy(quads, bytes, HSRI_CLUSTER_COMPONENTS);
     return largest < INFINITY ? largest / 127.0f : 0.0f;
 }
 
@@ -80,6 +87,7 @@ INLINE void score_vectors(const hsri_cluster_score_args *a, const hsri_cluster_l
             __m512i bytes = _mm512_load_si512(codes + ((uint64_t)s * VECTORS + v) * 64), low = _mm512_and_si512(bytes, low4);
             __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low4);
 
+            _mm_prefetch((const char *)(codes + ((uint64_t)s * VECTORS + v + LINES_AHEAD) * 64), _MM_HINT_T0);
             UNROLL for (uint32_t h = 0; h < n; h++) {
                 sums[h] = dot_bytes(sums[h], low, _mm512_set1_epi32(heads[h].quads[2 * s]));
                 sums[h] = dot_bytes(sums[h], high, _mm512_set1_epi32(heads[h].quads[2 * s + 1]));
@@ -162,7 +170,8 @@ static inline void fetch_members(const hsri_member_score_args *a, const hsri_clu
 
         _mm_prefetch((const char *)(a->record + at->positions + first * 2), _MM_HINT_T0);
         for (uint32_t s = 0; s < n_sets; s++)
-            _mm_prefetch((const char *)(a->record + at->tokens + ((uint64_t)s * HSRI_SEGMENT_TOKENS + first) * 4), _MM_HINT_T0);
+            for (uint32_t line = 0; line < 2; line++)
+                _mm_prefetch((const char *)(a->record + at->tokens + ((uint64_t)s * HSRI_SEGMENT_TOKENS + first) * 4 + 64 * line), _MM_HINT_T0);
     }
 }
 
@@ -216,6 +225,8 @@ INLINE void member_heads(const hsri_member_score_args *a, const hsri_cluster_lay
     const int32_t  *codes = (const int32_t *)(a->record + at->tokens);
     _Alignas(64) float units[HSRI_SEGMENT_UNITS][HEADS], each[HEADS];
 
+    for (uint32_t i = 0; i < AHEAD; i++)
+        fetch_members(a, at, i, n_sets);
     memset(units, 0, sizeof units);
     for (uint32_t i = 0; i < a->n_clusters; i++) {
         uint32_t k = a->clusters[i] % HSRI_SEGMENT_CLUSTERS, end = starts[k + 1];

@@ -385,8 +385,9 @@ static void mean_heads(const uint8_t *const *codes, uint32_t n_pages, uint32_t n
     }
 }
 
-/* Pages that weigh something move to the front, where their weights are those of codes; returns how many they are. */
-static uint32_t weigh_pages(const uint8_t *const *entries, uint32_t mean_v, uint32_t n_pages, uint32_t n_heads,
+/* Pages that weigh something move to the front, where their weights are those of codes; returns how many they are. Entries lie far apart:
+ * they are fetched before the first is needed. */
+static uint32_t weigh_pages(const uint8_t *const *entries, uint32_t mean_v, uint32_t d, uint32_t n_pages, uint32_t n_heads,
                             float (*weights)[HSRI_SCORE_PAGES], const uint8_t **codes)
 {
     uint32_t n = 0;
@@ -394,14 +395,19 @@ static uint32_t weigh_pages(const uint8_t *const *entries, uint32_t mean_v, uint
     for (uint32_t p = 0; p < n_pages; p++) {
         bool any = false;
 
-        for (uint32_t h = 0; h < n_heads; h++)
+        for (uint32_t h = 0; h < n_heads; h++) {
             any |= weights[h][p] > 0.0f;
-        if (!any)
-            continue;
-        codes[n] = entries[p] + mean_v;
+            weights[h][n] = weights[h][p] > 0.0f ? weights[h][p] : 0.0f;
+        }
+        codes[n] = entries[p];
+        for (uint32_t at = 0; any && at < mean_v + d; at += 64)
+            _mm_prefetch((const char *)(entries[p] + at), _MM_HINT_T0);
+        n += any;
+    }
+    for (uint32_t p = 0; p < n; p++) {
         for (uint32_t h = 0; h < n_heads; h++)
-            weights[h][n] = weights[h][p] > 0.0f ? weights[h][p] * load_float(entries[p] + sizeof(float)) : 0.0f;
-        n++;
+            weights[h][p] = weights[h][p] > 0.0f ? weights[h][p] * load_float(codes[p] + sizeof(float)) : 0.0f;
+        codes[p] += mean_v;
     }
     return n;
 }
@@ -420,7 +426,7 @@ static void add_means_512(const uint8_t *const *entries, uint32_t n_pages, const
 
         for (uint32_t h = 0; h < n; h++)
             out[h * (1 + d)] += mean_weights(mass + (h0 + h) * mass_stride, n_pages, factors[h0 + h], weights[h]);
-        mean_heads(codes, weigh_pages(entries, at.mean_v, n_pages, n, weights, codes), n, d, weights, out + 1);
+        mean_heads(codes, weigh_pages(entries, at.mean_v, d, n_pages, n, weights, codes), n, d, weights, out + 1);
     }
 }
 
