@@ -743,6 +743,8 @@ static void choose_disk(round_state *r, chance *d)
     r->disk_from = draw(d, one_in(d, 2) ? 100 : 1000);
     r->disk_count = one_in(d, 3) ? UINT64_MAX : between(d, 1, 600);     /* now and then for good, or all of a time */
     r->disk_rate = r->disk_count < UINT64_MAX ? between(d, 1, 2) : between(d, 2, 20);
+    if (r->disk == DISK_BUSY)      /* what fails again and again is believed in the end */
+        r->disk_rate = hsri_max(r->disk_rate, 4);
     if (r->disk == DISK_HANGS)      /* each takes a quarter of a second */
         r->disk_count = between(d, 1, 6);
 }
