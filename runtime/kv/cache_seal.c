@@ -159,9 +159,12 @@ static hsr_status seal_apart(hsri_cache *cache, uint64_t page, hsr_error *err)
     return HSR_OK;
 }
 
+/* The window reaches back from the last position, not from the next one: after a truncate as far back as allowed, a request computes the
+ * position before once more. */
 hsr_status hsri_seal_pages(hsri_cache *cache, hsr_error *err)
 {
-    uint64_t end = hsri_encoded_end(&cache->opts, cache->committed / HSRI_PAGE_TOKENS, hsri_seal_window(&cache->opts));
+    const uint64_t q = cache->committed > 0 ? (cache->committed - 1) / HSRI_PAGE_TOKENS : 0;
+    uint64_t end = hsri_encoded_end(&cache->opts, q, hsri_seal_window(&cache->opts));
     for (end = hsri_min(end, cache->encoded.done); cache->sealed < end; cache->sealed++) {
         HSRI_TRY(hsri_move_page(cache, cache->sealed, HSRI_PAGE_EV_SEAL, err));
         if (hsri_seals_apart(&cache->opts))

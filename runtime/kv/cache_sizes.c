@@ -58,14 +58,19 @@ uint64_t hsri_cluster_rows(const hsri_cache_opts *opts, uint64_t end)
     return hsri_cluster_slot_bytes(&opts->index) ? hsri_segments(end, opts->sink_pages) : 0;
 }
 
-/* A step of chunk_tokens touches pages q(committed) .. q(committed) + (chunk + 126) / 64 - 1. The seal window reaches back from
+/* From the page of the last position on, a step of chunk_tokens touches at most (chunk + 127) / 64 pages. The seal window reaches back from
  * there, except that a page seals no earlier than one step after its encoding. */
+static uint64_t step_pages(const hsri_cache_opts *opts)
+{
+    return (opts->chunk_tokens + 2ull * HSRI_PAGE_TOKENS - 1) / HSRI_PAGE_TOKENS;
+}
+
 uint64_t hsri_ring_pages(const hsri_cache_opts *opts)
 {
     if (!hsri_seals_apart(opts))
         return UINT64_MAX;
     uint64_t window = hsri_seal_window(opts) - 1 + (opts->rollback_tokens == 0);
-    return opts->sink_pages + window + (opts->chunk_tokens + 2ull * (HSRI_PAGE_TOKENS - 1)) / HSRI_PAGE_TOKENS;
+    return opts->sink_pages + window + step_pages(opts);
 }
 
 /* At most UINT64_MAX. */
@@ -113,7 +118,6 @@ uint64_t hsri_kv_blocks_for(const hsri_kv_shape *shape, const hsri_cache_opts *o
  * computing. */
 uint64_t hsri_kv_working_set(const hsri_kv_shape *shape, const hsri_cache_opts *opts)
 {
-    uint64_t in_step = (opts->chunk_tokens + 2ull * (HSRI_PAGE_TOKENS - 1)) / HSRI_PAGE_TOKENS;
-    uint64_t pages = hsri_seal_window(opts) - opts->window_pages + in_step + 1;
+    uint64_t pages = hsri_seal_window(opts) - opts->window_pages + step_pages(opts) + 1;
     return pages * shape->n_layers * shape->n_kv_heads + 2ull * HSRI_GROUP_TOKENS / HSRI_PAGE_TOKENS * shape->n_kv_heads;
 }

@@ -172,7 +172,7 @@ static void model_commit(const world *w, session *s, uint64_t n)
 {
     s->committed = n;
     s->encoded_done = s->encoded;
-    while (s->sealed < s->encoded_done && s->sealed < n / 64 && !stays_plain(w, s->sealed, n / 64))
+    while (s->sealed < s->encoded_done && s->sealed < n / 64 && !stays_plain(w, s->sealed, n ? (n - 1) / 64 : 0))
         s->sealed++;
 }
 
@@ -372,7 +372,7 @@ static uint64_t rows_to(const world *w, const session *s, int kind, uint64_t n)
     uint64_t more = pages_of(n) > pages_of(s->prepared) ? pages_of(n) - pages_of(s->prepared) : 0;
     /* The ring: sink, window, rollback, what a step spans, and one for a rollback of nothing. */
     uint64_t ring = w->opts.sink_pages + w->opts.window_pages + pages_of(w->opts.rollback_tokens) - (w->opts.rollback_tokens > 0) +
-                    (w->opts.chunk_tokens + 126) / 64;
+                    (w->opts.chunk_tokens + 127) / 64;
     return encodes(w) ? smaller(more, ring > have ? ring - have : 0) : more;
 }
 
@@ -633,7 +633,7 @@ static void test_ring(const shape_case *sc, uint64_t rollback, uint32_t chunk)
         if (!CHECK(step(&w, s, smaller(next, step_end(s)), smaller(next, step_end(s))) == HSR_OK))
             break;
     }
-    uint64_t ring = w.opts.sink_pages + 3 + pages_of(rollback) - (rollback > 0) + smaller((chunk + 126) / 64, 3);
+    uint64_t ring = w.opts.sink_pages + 3 + pages_of(rollback) - (rollback > 0) + smaller((chunk + 127) / 64, 3);
     CHECK(most == ring * per_page(&w) || (rollback == 0 && most + per_page(&w) == ring * per_page(&w)));
     CHECK(verify(&w, s) && pool_stats(&w).peak_used <= blocks);
     destroy(s);
@@ -686,7 +686,7 @@ static void test_admission(void)
 /* ---- sealing ---- */
 
 /* Window 2, sink 1, 100 tokens of rollback: page p is encoded before the step of the first query at page p + 2, and sealed when
- * a query at page p + 4 is next. */
+ * a query at page p + 4 was the last. */
 static void test_seal_rule(const shape_case *sc)
 {
     world w;
@@ -697,11 +697,11 @@ static void test_seal_rule(const shape_case *sc)
     CHECK(w.fake.n_seals == 0);
     run_to(&w, s, 3 * 64 + 1, 1);
     CHECK(w.fake.n_seals == per_page(&w) && hsri_cache_encoded_pages(s->cache) == 2 && cache_stats(s).pages_sealed == 0);
-    run_to(&w, s, 5 * 64 - 1, 64);
+    run_to(&w, s, 5 * 64, 64);
     CHECK(cache_stats(s).pages_sealed == 0 && cache_stats(s).pages_plain == 5 * per_page(&w));
-    run_to(&w, s, 5 * 64, 1);
+    run_to(&w, s, 5 * 64 + 1, 1);
     CHECK(cache_stats(s).pages_sealed == per_page(&w));
-    CHECK(cache_stats(s).pages_plain == (encodes(&w) ? 4 : 5) * per_page(&w));
+    CHECK(cache_stats(s).pages_plain == (encodes(&w) ? 5 : 6) * per_page(&w));
     CHECK(is_sealed(hsri_cache_page_state(s->cache, 1, 0, 0)) && !is_sealed(hsri_cache_page_state(s->cache, 0, 0, 0)));
 
     /* Back by the rollback: nothing is unsealed, and encoded pages stay encoded. Further: plain formats only. */
