@@ -1,6 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "device/kv_format.h"
 
+#include <string.h>
+
 #include "base/array.h"
 
 static uint64_t int8_bytes(uint32_t d) { return HSRI_PAGE_HEADER_BYTES + 4ull * d * sizeof(float) + 2ull * HSRI_PAGE_TOKENS * d; }
@@ -64,6 +66,27 @@ hsri_cluster_layout hsri_cluster_layout_of(const hsri_index_shape *shape)
     at.tokens = at.positions + HSRI_SEGMENT_TOKENS * (uint32_t)sizeof(uint16_t);
     at.bytes = at.tokens + HSRI_SEGMENT_TOKENS * at.n / 2;
     return at;
+}
+
+bool hsri_cluster_record_is_sound(const hsri_index_shape *shape, const uint8_t *record)
+{
+    const hsri_cluster_layout at = hsri_cluster_layout_of(shape);
+    uint16_t last = 0;
+
+    for (uint32_t i = 0; i <= HSRI_SEGMENT_CLUSTERS; i++) {
+        uint16_t start;
+        memcpy(&start, record + at.starts + i * sizeof start, sizeof start);
+        if (start < last || start > HSRI_SEGMENT_TOKENS)
+            return false;
+        last = start;
+    }
+    for (uint32_t i = 0; i < HSRI_SEGMENT_TOKENS; i++) {
+        uint16_t token;
+        memcpy(&token, record + at.positions + i * sizeof token, sizeof token);
+        if (token >= HSRI_SEGMENT_TOKENS)
+            return false;
+    }
+    return true;
 }
 
 uint32_t hsri_cluster_slot_bytes(const hsri_index_shape *shape)

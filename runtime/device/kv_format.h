@@ -141,6 +141,9 @@ typedef struct hsri_cluster_layout {
 
 hsri_cluster_layout hsri_cluster_layout_of(const hsri_index_shape *shape);
 
+/* Of a record that comes from outside: does it name only tokens of its segment? */
+bool hsri_cluster_record_is_sound(const hsri_index_shape *shape, const uint8_t *record);
+
 /* Stride of the slots that records are kept in, inside blocks of the pool; 0: there are none. */
 uint32_t hsri_cluster_slot_bytes(const hsri_index_shape *shape);
 

@@ -97,6 +97,8 @@ uint64_t hsri_image_bytes(const hsri_image *image)
 
 uint64_t hsri_save_batch_rows(const hsri_image *image, hsri_image_part part)
 {
+    if (image->rows[part] == 0)
+        return 0;
     return hsri_min(hsri_max(HSRI_SAVE_BATCH / (image->per_row * image->slot_bytes[part]), 1), image->rows[part]);
 }
 

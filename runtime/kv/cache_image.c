@@ -12,6 +12,8 @@ static uint32_t slot_bytes(const hsri_kv_shape *shape, const hsri_cache_opts *op
 {
     if (part == HSRI_IMAGE_INDEX)
         return HSRI_SLAB_BYTES;
+    if (part == HSRI_IMAGE_CLUSTERS)
+        return hsri_cluster_slot_bytes(&opts->index);
     return hsri_kv_slot_bytes(part == HSRI_IMAGE_PLAIN ? opts->type : opts->format, shape->head_dim);
 }
 
@@ -29,6 +31,7 @@ hsr_status hsri_image_describe(const hsri_kv_shape *shape, const hsri_cache_opts
         image->slot_bytes[part] = slot_bytes(shape, opts, (hsri_image_part)part);
     image->rows[HSRI_IMAGE_PLAIN] = hsri_pages_of(n_tokens) - n_sealed;
     image->rows[HSRI_IMAGE_INDEX] = hsri_index_rows(opts, sealed);
+    image->rows[HSRI_IMAGE_CLUSTERS] = hsri_cluster_rows(opts, sealed);
     image->rows[HSRI_IMAGE_SEALED] = n_sealed;
     return HSR_OK;
 }
@@ -52,12 +55,12 @@ static hsri_store *store_of(hsri_cache *cache, hsri_image_part part)
 {
     if (part == HSRI_IMAGE_SEALED)
         return hsri_sealed_store(cache);
-    return &cache->stores[part == HSRI_IMAGE_PLAIN ? HSRI_STORE_PLAIN : HSRI_STORE_INDEX];
+    return &cache->stores[part == HSRI_IMAGE_PLAIN ? HSRI_STORE_PLAIN : part == HSRI_IMAGE_INDEX ? HSRI_STORE_INDEX : HSRI_STORE_CLUSTERS];
 }
 
 static uint64_t store_row(const hsri_cache *cache, const hsri_image *image, hsri_image_part part, uint64_t row)
 {
-    return part == HSRI_IMAGE_INDEX ? row : hsri_image_page(&cache->opts, image, part, row);
+    return part == HSRI_IMAGE_INDEX || part == HSRI_IMAGE_CLUSTERS ? row : hsri_image_page(&cache->opts, image, part, row);
 }
 
 /* ---- reading: bytes without meaning ---- */
@@ -106,6 +109,12 @@ static void clear_slab(const hsri_cache *cache, uint64_t row, uint8_t *slab)
     memset(slab + end * index->entry_bytes, 0, HSRI_SLAB_BYTES - end * index->entry_bytes);
 }
 
+static void clear_record(const hsri_cache *cache, uint8_t *record)
+{
+    const uint32_t used = hsri_cluster_layout_of(&cache->opts.index).bytes;
+    memset(record + used, 0, hsri_cluster_slot_bytes(&cache->opts.index) - used);
+}
+
 static void clear_row(const hsri_cache *cache, const hsri_image *image, hsri_image_part part, uint64_t row, uint8_t *out)
 {
     for (uint64_t i = 0; i < image->per_row; i++, out += image->slot_bytes[part]) {
@@ -113,6 +122,8 @@ static void clear_row(const hsri_cache *cache, const hsri_image *image, hsri_ima
             clear_plain(cache, hsri_image_page(&cache->opts, image, part, row), out);
         else if (part == HSRI_IMAGE_SEALED)
             clear_sealed(cache, out);
+        else if (part == HSRI_IMAGE_CLUSTERS)
+            clear_record(cache, out);
         else
             clear_slab(cache, row, out);
     }
@@ -235,12 +246,12 @@ static hsr_status seal_page(hsri_cache *cache, uint64_t page, hsr_error *err)
     return HSR_OK;
 }
 
-/* Cluster records are not saved: the next step makes them again from the index. */
-static hsr_status take_records(hsri_cache *cache, const hsri_image *image, hsr_error *err)
+/* Kernels take positions from records as they are. */
+static hsr_status check_records(const hsri_cache *cache, const hsri_image *image, uint64_t row, const uint8_t *bytes, hsr_error *err)
 {
-    hsri_store *store = &cache->stores[HSRI_STORE_CLUSTERS];
-    while (store->n_rows < hsri_cluster_rows(&cache->opts, image->sealed))
-        HSRI_TRY(hsri_store_take(cache, store, err));
+    for (uint64_t i = 0; i < image->per_row; i++, bytes += image->slot_bytes[HSRI_IMAGE_CLUSTERS])
+        if (!hsri_cluster_record_is_sound(&cache->opts.index, bytes))
+            return hsri_fail(err, HSR_E_FORMAT, "the clusters of segment %llu name tokens that are not in it", (unsigned long long)row);
     return HSR_OK;
 }
 
@@ -250,9 +261,11 @@ hsr_status hsri_cache_write_image(hsri_cache *cache, hsri_queue *q, const hsri_i
     const uint64_t at = store_row(cache, image, part, row);
     for (uint64_t i = 0; i < image->per_row && part == HSRI_IMAGE_SEALED; i++)
         memcpy(bytes + i * image->slot_bytes[part] + offsetof(hsri_page_header, lineage), &cache->opts.lineage, sizeof cache->opts.lineage);
+    if (part == HSRI_IMAGE_CLUSTERS)
+        HSRI_TRY(check_records(cache, image, row, bytes, err));
     HSRI_TRY(fill_row(cache, q, store_of(cache, part), at, bytes, err));
-    if (part == HSRI_IMAGE_INDEX)
-        return row + 1 == image->rows[part] ? take_records(cache, image, err) : HSR_OK;
+    if (part == HSRI_IMAGE_INDEX || part == HSRI_IMAGE_CLUSTERS)
+        return HSR_OK;
     HSRI_TRY(add_page(cache, image, at, err));
     return part == HSRI_IMAGE_SEALED ? seal_page(cache, at, err) : HSR_OK;
 }
@@ -262,6 +275,7 @@ void hsri_cache_end_image(hsri_cache *cache, const hsri_image *image)
     cache->reserved = cache->prepared = cache->committed = image->n_tokens;
     cache->sealed = image->sealed;
     cache->encoded = (hsri_progress){ image->sealed, image->sealed };
+    cache->clustered = (hsri_progress){ image->rows[HSRI_IMAGE_CLUSTERS], image->rows[HSRI_IMAGE_CLUSTERS] };
     cache->stores[HSRI_STORE_PLAIN].n_rows = hsri_pages_of(image->n_tokens);
     if (hsri_store_exists(&cache->stores[HSRI_STORE_ENCODED]))
         cache->stores[HSRI_STORE_ENCODED].n_rows = image->sealed;

@@ -118,8 +118,8 @@ def test_goes_on_to_the_bit_and_computes_nothing_again(model, tmp_path, kind, le
         assert np.array_equal(got, want)
 
 
-def test_clusters_are_made_again(model, tmp_path):
-    """A whole segment of 8192 tokens: its cluster records are not in the file."""
+def test_clusters_come_along(model, tmp_path):
+    """Of whole segments of 8192 tokens; a session that was only restored is saved with the same bytes."""
     profile, ids = Profile(selector="cluster", budget=128, dense_below=0), IDS * 3
     with model.session(context=12000, beyond_trained=True, kv="bf16", profile=profile, **SMALL) as s:
         s.append(ids[:9000])
@@ -128,6 +128,8 @@ def test_clusters_are_made_again(model, tmp_path):
         kind = s.stats().index_kind
     with model.restore(tmp_path / "s", profile=profile) as r:
         assert r.stats().index_kind == kind
+        r.save(tmp_path / "again")
+        assert (tmp_path / "again").read_bytes() == (tmp_path / "s").read_bytes()
         assert np.array_equal(r.logits(ids[9000:9070]), want)
 
 

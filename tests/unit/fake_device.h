@@ -231,6 +231,8 @@ static inline void fake_run_cluster(fake_device *fake, const fake_op *op)
         const hsri_index_shape *shape = &list[i].index_shape;
         const uint64_t stride = (uint64_t)op->view->n_layers * op->view->n_kv_heads, head = (uint64_t)list[i].layer * op->view->n_kv_heads + list[i].head;
         fake_entry *record = fake_at(fake, fake_slot(op->view, list[i].record, hsri_cluster_slot_bytes(shape)), hsri_cluster_layout_of(shape).bytes);
+        if (record)
+            memset(record, 0, hsri_cluster_slot_bytes(shape));
         for (uint32_t j = 0; record && j < 2; j++) {
             const uint32_t page = list[i].first_page + j * (HSRI_SEGMENT_PAGES - 1);
             const uint64_t row = page / shape->per_slab * stride + head;

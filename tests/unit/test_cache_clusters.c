@@ -6,7 +6,7 @@
 
 #include "check.h"
 #include "fake_device.h"
-#include "kv/cache.h"
+#include "kv/cache_image.h"
 
 #define RECORD 131072u        /* bytes of the slot of one */
 #define LAYERS 2u
@@ -87,6 +87,45 @@ static void check_records(world *w, const hsri_cache *cache, uint32_t n)
     }
 }
 
+/* Another cache with what an image of this one has. */
+static hsri_cache *copied(world *w, hsri_cache *cache)
+{
+    hsri_cache *copy = NULL;
+    hsri_image image, expected;
+    uint32_t chunk;
+
+    CHECK(hsri_cache_create(&w->fake.base, w->pool, &w->shape, &w->opts, &copy, NULL) == HSR_OK);
+    CHECK(hsri_cache_describe_image(cache, &image, &chunk, NULL) == HSR_OK);
+    CHECK(hsri_cache_expect_image(copy, image.n_tokens, image.sealed, chunk, &expected, NULL) == HSR_OK);
+    CHECK(memcmp(&image, &expected, sizeof image) == 0 && hsri_cache_begin_image(copy, &image, NULL) == HSR_OK);
+    for (hsri_image_part part = 0; part < HSRI_N_IMAGE_PARTS; part++) {
+        uint8_t *row = malloc(image.per_row * image.slot_bytes[part]);
+        for (uint64_t i = 0; i < image.rows[part]; i++) {
+            CHECK(hsri_cache_read_image(cache, &w->queue.base, &image, part, i, row, NULL) == HSR_OK);
+            CHECK(hsri_cache_write_image(copy, &w->queue.base, &image, part, i, row, NULL) == HSR_OK);
+        }
+        free(row);
+    }
+    hsri_cache_end_image(copy, &image);
+    return copy;
+}
+
+/* A record that names tokens of nowhere is refused. */
+static void test_unsound_record(const world *w)
+{
+    const hsri_cluster_layout at = hsri_cluster_layout_of(&w->opts.index);
+    const uint16_t            bad = HSRI_SEGMENT_TOKENS;
+    uint8_t                  *record = calloc(1, RECORD);
+
+    CHECK(hsri_cluster_slot_bytes(&w->opts.index) <= RECORD && hsri_cluster_record_is_sound(&w->opts.index, record));
+    memcpy(record + at.positions + 2 * (HSRI_SEGMENT_TOKENS - 1), &bad, sizeof bad);
+    CHECK(!hsri_cluster_record_is_sound(&w->opts.index, record));
+    memset(record + at.positions, 0, 2 * HSRI_SEGMENT_TOKENS);
+    record[at.starts + 2 * 5] = 1;          /* and the next one starts before it */
+    CHECK(!hsri_cluster_record_is_sound(&w->opts.index, record));
+    free(record);
+}
+
 static void test_format(hsri_kv_type format)
 {
     world            w;
@@ -110,6 +149,15 @@ static void test_format(hsri_kv_type format)
     hsri_cache_get_stats(cache, &stats);
     CHECK(stats.blocks + stats.reserved_blocks <= hsri_kv_blocks_for(&w.shape, &w.opts, end));
     CHECK(!hsri_kv_is_plain(format) || (stats.blocks == hsri_kv_blocks_for(&w.shape, &w.opts, end) && stats.reserved_blocks == 0));
+
+    /* So does a saved session, whose records are not made again. */
+    hsri_cache *copy = copied(&w, cache);
+    CHECK(records_of(copy) == 2 * LISTS && hsri_cache_admit(copy, end + 1, NULL) == HSR_OK);
+    run_to(&w, copy, end + 1);
+    check_records(&w, copy, 2);
+    CHECK(w.fake.n_clusters == 2 * LISTS);
+    hsri_cache_destroy(copy);
+    test_unsound_record(&w);
 
     /* A fork sees the same records and goes on alone. */
     CHECK(hsri_cache_fork(cache, &w.queue.base, &fork, NULL) == HSR_OK);
