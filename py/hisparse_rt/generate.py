@@ -106,7 +106,10 @@ def _start(
 ) -> Stream:
     length = _check_context(model, len(ids), sampling, session_options)
     options = {**session_options, "context": length}
-    session = model.session(**options) if prompt_cache is None else cached_session(model, ids, prompt_cache, options, progress)
+    if prompt_cache is None:
+        session = model.session(**options)
+    else:
+        session = cached_session(model, ids, prompt_cache, options, session_options["context"] is not None, progress)
     try:
         if prompt_cache is None:
             session._append(ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -24,16 +25,18 @@ _MAGIC = b"HSRSAVE"
 
 
 def cached_session(
-    model: Model, ids: npt.NDArray[np.int32], path: Path, options: dict[str, Any], progress: Callable[[int, int], object] | None = None
+    model: Model, ids: npt.NDArray[np.int32], path: Path, options: dict[str, Any], exactly: bool = False,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Session:
     """A session that has computed `ids`, as far as possible with what the file at `path` has. If that was not all, the file is written anew.
 
     options   of `Model.session`, with a context
+    exactly   the context was asked for; otherwise it may be longer, up to what the model was trained for, to hold what the file has
 
     A file that is damaged or of another model, calibration or key-value format is warned of and replaced. InvalidError for one that is no
     saved session: that is left as it is; FileMissingError if its folder is not there.
     """
-    session = _restore(model, path, options) if _exists(path) else None
+    session = _restore(model, path, options, exactly) if _exists(path) else None
     if session is not None:
         session = _cut(session, ids)
     if session is None:
@@ -53,6 +56,8 @@ def cached_session(
 def _exists(path: Path) -> bool:
     """Is there a saved session, of whatever model? Told before anything is computed: InvalidError if there is something else."""
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # opening a pipe would wait for a writer
+            raise InvalidError(f"{os.fsdecode(path)} is not a regular file, and cannot keep a prompt")
         with open(path, "rb") as file:
             start = file.read(len(_MAGIC))
     except FileNotFoundError as error:
@@ -66,9 +71,14 @@ def _exists(path: Path) -> bool:
     return bool(start)
 
 
-def _restore(model: Model, path: Path, options: dict[str, Any]) -> Session | None:
+def _restore(model: Model, path: Path, options: dict[str, Any], exactly: bool) -> Session | None:
     try:
-        return model.restore(path, **options)
+        try:
+            return model.restore(path, **options)
+        except ContextError:  # what is kept is longer than this prompt; what does not belong to it is cut off
+            if exactly or model.metadata("hisparse.rope.kind") != "static":
+                raise
+            return model.restore(path, **{**options, "context": max(model.info.context_length, options["context"])})
     except (FormatError, ContextError, InvalidError, UnsupportedError) as error:
         log.warning("the prompt is computed again, its cache is of no use: %s", error)
         return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,25 @@ def test_only_what_differs_is_computed(model, tmp_path) -> None:
     assert ask(model, DOCUMENT, cache).tokens == ask(model, DOCUMENT, None).tokens
     assert model.stats().prefill_tokens - before < 10 + len(DOCUMENT)
     assert (cache.stat().st_ino, cache.stat().st_mtime_ns) == (written.st_ino, written.st_mtime_ns)  # nothing new, nothing written
+
+
+def test_a_longer_prompt_that_is_kept_serves_a_shorter_one(model, tmp_path) -> None:
+    """Though prompt and answer would need a smaller context than what is kept."""
+    cache = tmp_path / "c"
+    ask(model, [*DOCUMENT, *range(3, 100)], cache)
+    before = model.stats().prefill_tokens
+    got = ask(model, SECOND, cache)
+    assert model.stats().prefill_tokens - before < 10
+    assert got.tokens == ask(model, SECOND, None).tokens
+    ask(model, [*DOCUMENT, *range(3, 100)], cache)
+    exact = ask(model, SECOND, cache, context=len(SECOND) + 5)
+    assert len(exact.tokens) == 5 and exact.finish_reason == "length"
+
+
+def test_a_pipe_is_not_waited_for(model, tmp_path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(hs.InvalidError, match="pipe is not a regular file"):
+        ask(model, FIRST, tmp_path / "pipe")
 
 
 def test_progress_and_a_stream(model, tmp_path) -> None:
