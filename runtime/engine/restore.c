@@ -114,10 +114,14 @@ static hsr_status check_numbers(const reader *r)
 
 static hsr_status check_wishes(const reader *r, const hsr_restore_opts *o)
 {
+    static const char *const formats[] = {
+        [HSR_KV_F32] = "f32", [HSR_KV_BF16] = "bf16", [HSR_KV_INT8] = "int8", [HSR_KV_COMPACT] = "compact", [HSR_KV_VTQ] = "vtq",
+    };
     const hsri_save_header *h = &r->header;
     const int32_t format = HSR_KV_F32 + (int32_t)h->format;
     if (o->kv_format != HSR_KV_AUTO && o->kv_format != format)
-        return hsri_fail(r->err, HSR_E_INVALID, "%.200s: kv_format is %d, the session was saved with %d", r->path, o->kv_format, format);
+        return hsri_fail(r->err, HSR_E_INVALID, "%.200s: kv_format is %s, the session was saved with %s", r->path, formats[o->kv_format],
+                         formats[format]);
     if (o->context != 0 && (o->context < 0 || h->n_tokens > (uint64_t)o->context))
         return hsri_fail(r->err, HSR_E_CONTEXT, "%.200s: %llu tokens do not fit a context of %lld", r->path,
                          (unsigned long long)h->n_tokens, (long long)o->context);

@@ -109,6 +109,8 @@ def test_a_prompt_is_computed_once_and_used_again(path, tmp_path) -> None:
         assert row["ours"] > 0 and row["details"]["restore_seconds"] > 0 and row["details"]["first_step_seconds"] > 0
         assert row["details"]["session"]["n_computed"] >= 103 and row["details"]["session"]["prefill_tokens"] <= 1
 
+    done = run("bench", path, "--restore", saved, "--kv", "int8")
+    assert done.returncode == 1 and "kv_format is int8, the session was saved with" in done.stderr
     saved.write_bytes(saved.read_bytes()[:-4097])
     done = run("bench", path, "--restore", saved)
     assert done.returncode == 1 and "long.hsrsave" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

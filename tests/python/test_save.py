@@ -282,7 +282,7 @@ def test_context_that_changes_the_rotation_is_refused(tmp_path):
 
 def test_kv_format_is_the_file_s(model, saved):
     model.restore(saved, kv="bf16").close()
-    with pytest.raises(hs.InvalidError, match="kv_format"):
+    with pytest.raises(hs.InvalidError, match="kv_format is f32, the session was saved with bf16"):
         model.restore(saved, kv="f32")
 
 

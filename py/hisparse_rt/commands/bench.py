@@ -141,7 +141,8 @@ def _absolute(name: str | None) -> str | None:
 
 def _saved_length(model: Model, args: argparse.Namespace) -> int:
     """Tokens of the session in --restore FILE, which is found damaged, or of another model, before anything is measured."""
-    with model.restore(args.restore, beyond_trained=True) as session:
+    kv = None if args.kv == "auto" else args.kv  # a format that was asked for and is not the one of the file is refused
+    with model.restore(args.restore, kv=kv, beyond_trained=True) as session:
         n: int = session.stats().n_tokens
     trained = model.info.context_length
     if not args.beyond_trained and n + args.decode_tokens + 1 > trained:
