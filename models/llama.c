@@ -42,9 +42,8 @@ static void layer(const hsri_forward *f, uint32_t i)
     hsri_forward_attend(f, i);
     op->linear_add(f->queue, &l->out, l->out_bias, s->attended, rows, s->compound, s->x);
 
-    op->gate_up_silu(f->queue, s->x, l->ffn_norm, hp->rms_norm_eps, &l->gate_up, l->gate_up_bias, rows, hp->intermediate,
-                     s->compound, s->ffn);
-    op->linear_add(f->queue, &l->down, l->down_bias, s->ffn, rows, s->compound, s->x);
+    op->mlp_add(f->queue, s->x, l->ffn_norm, hp->rms_norm_eps, &l->gate_up, l->gate_up_bias, &l->down, l->down_bias, rows, s->compound,
+                s->ffn);
 }
 
 const hsri_arch hsri_arch_llama   = { "llama",   bind_layer, layer };

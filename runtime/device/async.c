@@ -60,13 +60,16 @@ typedef struct qkv_args {
     uint32_t layer, n_heads; float eps;
 } qkv_args;
 typedef struct linear_add_args { hsri_matrix w; hsri_ref bias, in, scratch, x; uint32_t n_rows; } linear_add_args;
+typedef struct mlp_args {
+    hsri_matrix gate_up, down; hsri_ref x, gain, gate_up_bias, down_bias, scratch, ffn; float eps; uint32_t n_rows;
+} mlp_args;
 typedef struct copy_args { hsri_ref dst, src; void *out; const void *in; uint64_t bytes; } copy_args;
 
 typedef union args {
     embed_args embed; gather_args gather; rope_table_args rope_table; rms_norm_args rms_norm; linear_args linear; rows_args rows;
     rope_append_args rope_append; seal_args seal; attend_args attend; attend_list_args attend_list;
     rotate_args rotate; select_args select; page_parts_args page_parts; top_pages_args top_pages; merge_args merge; sample_args sample;
-    norm_linear_args norm_linear; qkv_args qkv; linear_add_args linear_add; copy_args copy;
+    norm_linear_args norm_linear; qkv_args qkv; linear_add_args linear_add; mlp_args mlp; copy_args copy;
 } args;
 
 typedef struct command {
@@ -436,6 +439,18 @@ static void async_linear_add(hsri_queue *q, const hsri_matrix *w, hsri_ref bias,
     PUSH(q, run_linear_add, linear_add, *w, bias, in, scratch, x, n_rows);
 }
 
+static void run_mlp_add(hsri_queue *q, const args *u)
+{
+    const mlp_args *a = &u->mlp;
+    q->dev->ops.mlp_add(q, a->x, a->gain, a->eps, &a->gate_up, a->gate_up_bias, &a->down, a->down_bias, a->n_rows, a->scratch, a->ffn);
+}
+
+static void async_mlp_add(hsri_queue *q, hsri_ref x, hsri_ref gain, float eps, const hsri_matrix *gate_up, hsri_ref gate_up_bias,
+                          const hsri_matrix *down, hsri_ref down_bias, uint32_t n_rows, hsri_ref scratch, hsri_ref ffn)
+{
+    PUSH(q, run_mlp_add, mlp, *gate_up, *down, x, gain, gate_up_bias, down_bias, scratch, ffn, eps, n_rows);
+}
+
 /* ---- copies ---- */
 
 static void run_copy_in(hsri_queue *q, const args *u) { q->dev->copy_in(q, u->copy.dst, u->copy.in, u->copy.bytes); }
@@ -610,7 +625,7 @@ static void fill_ops(hsri_ops *ops)
         .rotate = async_rotate, .select = async_select, .set_aside = async_set_aside, .merge = async_merge,
         .sample = async_sample, .check_finite = async_check_finite,
         .norm_linear = async_norm_linear, .qkv_rope_append = async_qkv_rope_append, .gate_up_silu = async_gate_up_silu,
-        .linear_add = async_linear_add,
+        .linear_add = async_linear_add, .mlp_add = async_mlp_add,
     };
 }
 

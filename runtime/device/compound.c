@@ -5,6 +5,7 @@
  *   qkv_rope_append  scratch = norm_linear(in);             rope_append
  *   gate_up_silu     scratch = norm_linear(in);             out = silu_mul
  *   linear_add       scratch = linear(in);                  x += scratch
+ *   mlp_add          ffn = gate_up_silu(x);                 x = linear_add(ffn)
  *
  * A back end that has one of its own sets it before hsri_compound_fill; its norm_linear serves the others, too.
  *
@@ -52,6 +53,13 @@ static void linear_add(hsri_queue *q, const hsri_matrix *w, hsri_ref bias, hsri_
     q->dev->ops.add(q, x, scratch, n_rows, w->n);
 }
 
+static void mlp_add(hsri_queue *q, hsri_ref x, hsri_ref gain, float eps, const hsri_matrix *gate_up, hsri_ref gate_up_bias,
+                    const hsri_matrix *down, hsri_ref down_bias, uint32_t n_rows, hsri_ref scratch, hsri_ref ffn)
+{
+    q->dev->ops.gate_up_silu(q, x, gain, eps, gate_up, gate_up_bias, n_rows, down->k, scratch, ffn);
+    q->dev->ops.linear_add(q, down, down_bias, ffn, n_rows, scratch, x);
+}
+
 uint64_t hsri_compound_scratch(uint32_t n_rows, uint32_t hidden, uint32_t widest)
 {
     return hsri_round_up((uint64_t)n_rows * hidden, ALIGN_FLOATS) + (uint64_t)n_rows * hsri_max(hidden, widest);
@@ -67,4 +75,6 @@ void hsri_compound_fill(hsri_ops *ops)
         ops->gate_up_silu = gate_up_silu;
     if (!ops->linear_add)
         ops->linear_add = linear_add;
+    if (!ops->mlp_add)
+        ops->mlp_add = mlp_add;
 }

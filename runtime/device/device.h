@@ -213,6 +213,9 @@ typedef struct hsri_ops {
                             const hsri_matrix *w, hsri_ref bias, hsri_ref q_norm, hsri_ref k_norm, const hsri_rope *rope, hsri_ref scratch, hsri_ref q_out);
     void (*gate_up_silu)(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, uint32_t n_rows, uint32_t n, hsri_ref scratch, hsri_ref out);
     void (*linear_add)(hsri_queue *q, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref scratch, hsri_ref x);
+    /* Both, one after the other. What is between them stays the back end's own, in ffn: room for n_rows rows of down->k floats. */
+    void (*mlp_add)(hsri_queue *q, hsri_ref x, hsri_ref gain, float eps, const hsri_matrix *gate_up, hsri_ref gate_up_bias, const hsri_matrix *down,
+                    hsri_ref down_bias, uint32_t n_rows, hsri_ref scratch, hsri_ref ffn);
 } hsri_ops;
 
 /* A back end in use by one engine. */

@@ -731,14 +731,14 @@ static void check_same(rig *r, hsri_ref a, hsri_ref b, uint64_t bytes)
     free(y);
 }
 
-/* norm_linear, gate_up_silu and linear_add against the simple operations, bit for bit. n: gate and up of `hidden`, padded. */
+/* norm_linear, gate_up_silu, linear_add and mlp_add against the simple operations, bit for bit. n: gate and up of `hidden`, padded. */
 static void check_compound(rig *r, hsri_dtype dtype, uint32_t rows, uint32_t d, uint32_t hidden)
 {
     const hsri_ops *ops = &r->dev->ops;
     const uint32_t  n = 2 * ((hidden + 15) / 16 * 16), n_sums = rows * n;
-    matrix   w = make_matrix(r, dtype, n, d, 300);
+    matrix   w = make_matrix(r, dtype, n, d, 300), down = make_matrix(r, dtype, d, hidden, 301);
     float   *x, *gain, *bias, *sums;
-    hsri_ref in = upload_noise(r, 40, rows * d, &x), g = upload_noise(r, 41, d, &gain), b = upload_noise(r, 42, n, &bias);
+    hsri_ref in2, in = upload_noise(r, 40, rows * d, &x), g = upload_noise(r, 41, d, &gain), b = upload_noise(r, 42, n, &bias);
     hsri_ref sum = upload_noise(r, 43, n_sums, &sums), sum2 = upload(r, sums, (uint64_t)n_sums * 4);
     hsri_ref scratch = room(r, hsri_compound_scratch(rows, d, n) * 4), normed = room(r, (uint64_t)rows * d * 4);
     hsri_ref wide = room(r, (uint64_t)n_sums * 4), out = room(r, (uint64_t)n_sums * 4), silu = room(r, (uint64_t)n_sums * 4);
@@ -754,7 +754,13 @@ static void check_compound(rig *r, hsri_dtype dtype, uint32_t rows, uint32_t d, 
     ops->add(r->q, sum, wide, rows, n);
     ops->linear_add(r->q, &w.m, b, in, rows, scratch, sum2);
     check_same(r, sum, sum2, (uint64_t)n_sums * 4);
+    ops->linear(r->q, &down.m, NONE, silu, rows, normed);
+    in2 = upload(r, x, (uint64_t)rows * d * 4);
+    ops->add(r->q, in2, normed, rows, d);
+    ops->mlp_add(r->q, in, g, 1e-5f, &w.m, b, &down.m, NONE, rows, scratch, out);
+    check_same(r, in, in2, (uint64_t)rows * d * 4);
     free(w.values);
+    free(down.values);
     free(x);
     free(gain);
     free(bias);

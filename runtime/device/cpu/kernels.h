@@ -43,7 +43,9 @@ typedef struct hsri_attend_args {
 
 typedef struct hsri_kernels {
     /* NULL: linear of this dtype takes rows of inputs as they are. Else it takes what this makes of them, once for all panels:
-     * n_rows rows of hsri_prepared_stride(k) floats, whose content is this level's own. Speed wants `prepared` 64-byte aligned. */
+     * n_rows rows of hsri_prepared_stride(k) floats, whose content is this level's own, but for this: what becomes of a run of inputs lies
+     * HSRI_RUN / 2 floats behind that of the run before, so that a row can be prepared in pieces that begin with a run. Speed wants
+     * `prepared` 64-byte aligned. */
     void (*prepare[HSRI_N_DTYPES])(const float *x, uint64_t x_stride, uint32_t n_rows, uint32_t k, float *prepared);
     /* out[i * out_stride + c] for rows i < n_rows and outputs c of panels [panel0, panel1), only c < w->n written:
      * the product in the order of docs/model-file.md, plus bias[c] if bias is not NULL. x rows are x_stride floats apart;

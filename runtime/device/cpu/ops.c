@@ -35,6 +35,8 @@
 #define LONG_PANELS 16u
 /* Sums that are something's input are kept by the worker until they are: as many as stay in its core's cache. */
 #define KEPT_SUMS (128u << 10)
+/* They are finished by multiples of these panels: gate and up of a run of the next product. */
+#define FINISH_PANELS (2u * HSRI_RUN / HSRI_PANEL)
 
 _Static_assert(KEPT_SUMS + BLOCK_ROWS * HSRI_PANEL <= HSRI_CPU_SCRATCH, "a worker's scratch holds the sums it keeps");
 
@@ -329,8 +331,9 @@ struct linear_job {
     hsri_dtype   dtype;
     const float *bias, *in;
     float       *out;
-    uint64_t     in_stride;
-    uint32_t     n_rows, n_panels, n_out;                  /* n_out: width of out */
+    uint64_t     in_stride, out_stride;
+    uint32_t     n_rows, n_panels, n_out;                  /* n_out: numbers in a row of out */
+    uint32_t     together;                                 /* panels that `finish` needs together: FINISH_PANELS is a multiple */
     uint32_t     item_rows, item_panels, n_row_blocks;
 };
 
@@ -339,10 +342,10 @@ static void finish_add(const linear_job *job, uint32_t row, uint32_t n_rows, uin
                        uint64_t stride)
 {
     uint32_t column = panel * HSRI_PANEL, n = (uint32_t)hsri_min(job->n_out - column, n_panels * HSRI_PANEL);
-    float   *out = job->out + (uint64_t)row * job->n_out + column;
+    float   *out = job->out + row * job->out_stride + column;
 
     for (uint32_t i = 0; i < n_rows; i++)
-        job->dev->kernels.add(out + (uint64_t)i * job->n_out, sums + i * stride, n);
+        job->dev->kernels.add(out + i * job->out_stride, sums + i * stride, n);
 }
 
 /* out = silu(gate) up; gate and up take turns as panels */
@@ -350,10 +353,30 @@ static void finish_silu(const linear_job *job, uint32_t row, uint32_t n_rows, ui
                         uint64_t stride)
 {
     uint32_t column = panel / 2 * HSRI_PANEL, n = (uint32_t)hsri_min(job->n_out - column, n_panels / 2 * HSRI_PANEL);
-    float   *out = job->out + (uint64_t)row * job->n_out + column;
+    float   *out = job->out + row * job->out_stride + column;
 
     for (uint32_t i = 0; i < n_rows; i++)
-        job->dev->kernels.silu_mul(sums + i * stride, n, out + (uint64_t)i * job->n_out);
+        job->dev->kernels.silu_mul(sums + i * stride, n, out + i * job->out_stride);
+}
+
+/* The same, prepared to be the input of the next product. The panels make whole runs. */
+static void finish_silu_prepared(const linear_job *job, uint32_t row, uint32_t n_rows, uint32_t panel, uint32_t n_panels, const float *sums,
+                                 uint64_t stride)
+{
+    enum { PIECE = 4 * HSRI_RUN };
+    uint32_t column = panel / 2 * HSRI_PANEL, n = (uint32_t)hsri_min(job->n_out - column, n_panels / 2 * HSRI_PANEL);
+    float    silu[PIECE];
+
+    for (uint32_t i = 0; i < n_rows; i++, sums += stride) {
+        float *out = job->out + (row + i) * job->out_stride + column / 2;
+
+        for (uint32_t at = 0; at < n; at += PIECE) {
+            uint32_t n_piece = (uint32_t)hsri_min(PIECE, n - at);
+
+            job->dev->kernels.silu_mul(sums + 2 * at, n_piece, silu);
+            job->dev->kernels.prepare[job->dtype](silu, n_piece, 1, n_piece, out + at / 2);
+        }
+    }
 }
 
 /* Some panels of an item, as a matrix of their own, so that their sums begin at its first column. */
@@ -370,11 +393,11 @@ static void linear_keep(const linear_job *job, uint32_t row, uint32_t n_rows, ui
 
 static void linear_item(const linear_job *job, uint32_t row, uint32_t n_rows, uint32_t panel, uint32_t panel_end, uint32_t worker)
 {
-    uint32_t most = (uint32_t)hsri_max(KEPT_SUMS / HSRI_PANEL / n_rows & ~1u, 2);
+    uint32_t most = (uint32_t)hsri_max(KEPT_SUMS / HSRI_PANEL / n_rows / FINISH_PANELS, 1) * FINISH_PANELS;
 
     if (!job->finish) {
         job->kernel(&job->w, panel, panel_end, job->in + row * job->in_stride, job->in_stride, n_rows, job->bias,
-                    job->out + (uint64_t)row * job->n_out, job->n_out);
+                    job->out + row * job->out_stride, job->out_stride);
         return;
     }
     for (uint32_t n; panel < panel_end; panel += n) {
@@ -419,9 +442,8 @@ static void linear_all(hsri_cpu_device *dev, linear_job *job, uint32_t macs_per_
     job->item_rows = (uint32_t)hsri_round_up(hsri_div_up(job->n_rows, job->n_row_blocks), 16);
     job->n_row_blocks = (uint32_t)hsri_div_up(job->n_rows, job->item_rows);
     job->item_panels = (uint32_t)panels_of_item(dev, job, bytes, cost / job->n_row_blocks);
-    /* kernels take panels in pairs if there are rows to use them on, and gate and up belong together */
-    if (job->n_rows > HSRI_PANEL || job->finish == finish_silu)
-        job->item_panels = (uint32_t)hsri_round_up(job->item_panels, 2);
+    /* kernels take panels in pairs if there are rows to use them on */
+    job->item_panels = (uint32_t)hsri_round_up(job->item_panels, hsri_max(job->together, job->n_rows > HSRI_PANEL ? 2 : 1));
     hsri_cpu_run_items(dev, hsri_div_up(job->n_panels, job->item_panels) * job->n_row_blocks, cost, linear_run, job);
 }
 
@@ -441,7 +463,7 @@ static void linear_prepared(hsri_cpu_device *dev, linear_job job, const float *g
         hsri_cpu_run_items(dev, job.n_rows, (uint64_t)job.n_rows * job.w.k / 8, prepare_run, &prepare);
         linear_all(dev, &job, PREPARED_MACS_PER_NS, BLOCK_ROWS);
         prepare.in += (uint64_t)job.n_rows * job.w.k;
-        job.out += (uint64_t)job.n_rows * job.n_out;
+        job.out += job.n_rows * job.out_stride;
     }
 }
 
@@ -452,7 +474,7 @@ static linear_job linear_of(hsri_cpu_device *dev, const hsri_matrix *w, hsri_ref
     return (linear_job){ .kernel = dev->kernels.linear[w->dtype], .dev = dev, .w = packed_of(dev, w), .dtype = w->dtype,
                          .bias = hsri_cpu_floats(dev, bias, w->n), .in = hsri_cpu_floats(dev, in, (uint64_t)n_rows * w->k),
                          .in_stride = w->k, .out = hsri_cpu_floats(dev, out, (uint64_t)n_rows * n_out), .n_rows = n_rows,
-                         .n_panels = (uint32_t)hsri_div_up(w->n, HSRI_PANEL), .n_out = n_out };
+                         .n_panels = (uint32_t)hsri_div_up(w->n, HSRI_PANEL), .n_out = n_out, .out_stride = n_out };
 }
 
 static void run_linear(hsri_cpu_device *dev, linear_job *job)
@@ -511,7 +533,33 @@ static void cpu_gate_up_silu(hsri_queue *q, hsri_ref in, hsri_ref gain, float ep
 
     assert(w->n == 2 * hsri_round_up(n, HSRI_PANEL));
     job.finish = finish_silu;
+    job.together = 2;
     run_norm_linear(q, &job, in, gain, eps, scratch);
+}
+
+/* Between the two products, rows are what the level makes of inputs, if that fits the place. */
+static void cpu_mlp_add(hsri_queue *q, hsri_ref x, hsri_ref gain, float eps, const hsri_matrix *gate_up, hsri_ref gate_up_bias,
+                        const hsri_matrix *down, hsri_ref down_bias, uint32_t n_rows, hsri_ref scratch, hsri_ref ffn)
+{
+    hsri_cpu_device *dev = cpu_of(q);
+    uint64_t         stride = hsri_prepared_stride(down->k);
+    linear_job       first, second;
+
+    if (!dev->kernels.prepare[gate_up->dtype] || dev->kernels.prepare[gate_up->dtype] != dev->kernels.prepare[down->dtype] ||
+        stride > down->k || n_rows == 0) {
+        cpu_gate_up_silu(q, x, gain, eps, gate_up, gate_up_bias, n_rows, down->k, scratch, ffn);
+        cpu_linear_add(q, down, down_bias, ffn, n_rows, scratch, x);
+        return;
+    }
+    first = linear_of(dev, gate_up, gate_up_bias, x, n_rows, ffn, down->k);
+    first.finish = finish_silu_prepared;
+    first.together = FINISH_PANELS;
+    first.out_stride = stride;
+    run_norm_linear(q, &first, x, gain, eps, scratch);
+    second = linear_of(dev, down, down_bias, ffn, n_rows, x, down->n);
+    second.finish = finish_add;
+    second.in_stride = stride;
+    linear_all(dev, &second, PREPARED_MACS_PER_NS, BLOCK_ROWS);
 }
 
 /* ---- rope and append ---- */
@@ -676,6 +724,7 @@ void hsri_cpu_ops_fill(hsri_ops *ops)
     ops->norm_linear = cpu_norm_linear;
     ops->gate_up_silu = cpu_gate_up_silu;
     ops->linear_add = cpu_linear_add;
+    ops->mlp_add = cpu_mlp_add;
     ops->add = cpu_add;
     ops->silu_mul = cpu_silu_mul;
     ops->rope_append = cpu_rope_append;
