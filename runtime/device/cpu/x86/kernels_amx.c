@@ -307,7 +307,11 @@ INLINE void multiply_tiles(const linear_job *job, uint32_t tile, uint32_t n_tile
             fetch(weights, TILE_BYTES);
         }
         TILE_LOAD(6, weights, 64);
-        TILE_LOAD_ONCE(4, x0, stride);
+        if (b->once) {
+            TILE_LOAD(4, x0, stride);
+        } else {
+            TILE_LOAD_ONCE(4, x0, stride);
+        }
         TILE_MULTIPLY(0, 4, 6);
         if (n_panels == 2) {
             if (b->once) {
