@@ -103,7 +103,8 @@ static void attend_dense(const part *p)
         g1 = (uint32_t)hsri_min(n_groups, (uint64_t)g0 + wave);
         if (!hold_dense(p, g0, &g1))
             return;
-        f->dev->ops.attend(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, g0, g1, f->s->part);
+        f->dev->ops.attend(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated,
+                           g0, g1, f->s->part);
         merge(p, f->s->part, g1 - g0, g0 == 0, g1 == n_groups);
         const hsri_page_parts heard = page_parts_of(p, HSRI_PARTS_DENSE, g0, g1);
         listen(p, &heard);
@@ -157,8 +158,8 @@ static bool attend_lists(const part *p, const hsri_lists *lists)
         g1 = (uint32_t)hsri_min(n_groups, (uint64_t)g0 + wave);
         if (!hold_lists(p, lists, g0, &g1))
             return false;
-        f->dev->ops.attend_list(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, pick_of, lists, g0, g1,
-                                f->s->part);
+        f->dev->ops.attend_list(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated,
+                                pick_of, lists, g0, g1, f->s->part);
         merge(p, f->s->part, g1 - g0, false, false);
         hsri_page_parts heard = page_parts_of(p, HSRI_PARTS_LISTS, g0, g1);
         heard.pick_of = pick_of;
@@ -181,8 +182,8 @@ static bool attend_fixed(const part *p)
 
     if (bridged && !hold_dense(p, g0, &g1))
         return false;
-    f->dev->ops.attend_fixed(f->queue, &p->batch, f->kv, p->layer, f->hp->n_heads, f->hp->attention_scale, p->queries, p->rotated, span->n_fixed,
-                             span->prefill, f->s->part);
+    f->dev->ops.attend_fixed(f->queue, &p->batch, f->kv, p->layer, f->hp->n_heads, f->hp->attention_scale, p->queries, p->rotated,
+                             span->n_fixed, span->prefill, f->s->part);
     merge(p, f->s->part, span->n_fixed, true, false);
     const hsri_page_parts heard = page_parts_of(p, HSRI_PARTS_FIXED, 0, 0);
     listen(p, &heard);

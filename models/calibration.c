@@ -66,7 +66,8 @@ static hsr_status read_tensor(const reader *r, uint32_t layer, const char *name,
     if (!t)
         return hsri_fail(r->err, HSR_E_FORMAT, "%s: tensor '%s' is missing", r->path, full);
     if (t->type != TYPE_F32 || t->size != r->n_kv_heads * n * sizeof(float) || t->dims[0] != r->head_dim)
-        return hsri_fail(r->err, HSR_E_FORMAT, "%s: tensor '%s' is not %u times %llu floats", r->path, full, r->n_kv_heads, (unsigned long long)n);
+        return hsri_fail(r->err, HSR_E_FORMAT, "%s: tensor '%s' is not %u times %llu floats", r->path, full,
+                         r->n_kv_heads, (unsigned long long)n);
 
     const float *from = t->data;
     for (uint64_t i = 0; i < r->n_kv_heads * n; i++)
@@ -98,8 +99,8 @@ static hsr_status read_flags(const reader *r, hsri_calibration *c)
         return hsri_fail(r->err, HSR_E_NOMEM, "no memory for the calibration %s", r->path);
     hsr_status st = hsri_container_u32_array(r->file, "hisparse.cal.virtual", flags, r->n_layers, &n, r->err);
     if (st == HSR_AGAIN || (st == HSR_OK && n != r->n_layers))
-        st = hsri_fail(r->err, HSR_E_FORMAT, "%s: hisparse.cal.virtual has %llu values, the model has %u layers", r->path, (unsigned long long)n,
-                       r->n_layers);
+        st = hsri_fail(r->err, HSR_E_FORMAT, "%s: hisparse.cal.virtual has %llu values, the model has %u layers", r->path,
+                       (unsigned long long)n, r->n_layers);
     for (uint32_t i = 0; i < r->n_layers && st == HSR_OK; i++)
         c->virtual_helps[i] = flags[i] != 0;
     free(flags);
@@ -126,7 +127,8 @@ hsr_status hsri_calibration_open(const char *path, uint32_t n_layers, uint32_t n
     HSRI_TRY(hsri_container_open(path, &file, err));
     hsri_calibration *c = hsri_new_array(1, sizeof *c);
     const reader r = { file, path, n_layers, n_kv_heads, head_dim, err };
-    hsr_status st = c ? read_all(&r, fingerprint, fingerprint_size, c) : hsri_fail(err, HSR_E_NOMEM, "no memory for the calibration %s", path);
+    hsr_status st = c ? read_all(&r, fingerprint, fingerprint_size, c)
+                      : hsri_fail(err, HSR_E_NOMEM, "no memory for the calibration %s", path);
     hsri_container_close(file);
     if (st < 0) {
         hsri_calibration_close(c);

@@ -106,7 +106,8 @@ static void read_rope(reader *r, hsri_hparams *hp)
         return;
     int kind = index_of(word, kinds, 3);
     if (kind < 0) {
-        r->status = hsri_fail(r->err, HSR_E_UNSUPPORTED, "%s: rope kind '%s' is not known to this version", hsri_container_path(r->c), word);
+        r->status = hsri_fail(r->err, HSR_E_UNSUPPORTED, "%s: rope kind '%s' is not known to this version",
+                              hsri_container_path(r->c), word);
         return;
     }
     hp->rope_kind = (hsri_rope_kind)kind;
@@ -239,7 +240,8 @@ hsri_matrix hsri_bind_matrix(hsri_binder *b, uint64_t n, uint64_t k, const char 
     const uint64_t rows = hsri_round_up(n, HSRI_PANEL), cols = hsri_round_up(k, HSRI_RUN);
     if (t->n_dims != 2 || t->dims[0] != cols || t->dims[1] != rows) {
         b->status = hsri_fail(b->err, HSR_E_FORMAT, "%s: tensor '%s' has shape [%llu, %llu], expected [%llu, %llu]", path, name,
-                              (unsigned long long)t->dims[1], (unsigned long long)t->dims[0], (unsigned long long)rows, (unsigned long long)cols);
+                              (unsigned long long)t->dims[1], (unsigned long long)t->dims[0],
+                              (unsigned long long)rows, (unsigned long long)cols);
         return m;
     }
     int dtype = 0;
@@ -304,7 +306,8 @@ hsr_status hsri_weights_bind(const hsr_model *model, uint32_t buf, hsri_weights 
         bind_all(&b, model, w);
     for (uint64_t i = 0; i < n && b.status >= 0; i++)
         if (!b.used[i])
-            b.status = hsri_fail(err, HSR_E_FORMAT, "%s: tensor '%s' does not belong to architecture '%s'", hsri_container_path(model->container),
+            b.status = hsri_fail(err, HSR_E_FORMAT, "%s: tensor '%s' does not belong to architecture '%s'",
+                                 hsri_container_path(model->container),
                                  hsri_container_tensor_at(model->container, i)->name, model->arch->name);
     free(b.used);
     if (b.status < 0)
@@ -330,7 +333,8 @@ static void count_params(const hsr_model *model, const hsri_weights *w, hsr_mode
         n += matrix_params(&w->head);
     for (uint32_t i = 0; i < hp->n_layers; i++) {
         const hsri_layer *l = &w->layers[i];
-        n += matrix_params(&l->qkv) + matrix_params(&l->out) + matrix_params(&l->down) + 2ull * hp->intermediate * hp->hidden + 2ull * hp->hidden;
+        n += matrix_params(&l->qkv) + matrix_params(&l->out) + matrix_params(&l->down) +
+             2ull * hp->intermediate * hp->hidden + 2ull * hp->hidden;
         n += (l->qkv_bias.buf ? l->qkv.n : 0) + (l->out_bias.buf ? hp->hidden : 0) + (l->down_bias.buf ? hp->hidden : 0);
         n += (l->gate_up_bias.buf ? 2ull * hp->intermediate : 0) + (l->q_norm.buf ? hp->head_dim : 0) + (l->k_norm.buf ? hp->head_dim : 0);
     }
@@ -371,7 +375,8 @@ static hsr_status fill_info(hsr_model *model, hsr_error *err)
         .struct_size = sizeof *info, .weight_dtype = (int32_t)hp->weight_dtype, .vocab_size = (int32_t)hp->vocab_size,
         .tokenizer_size = (int32_t)hp->tokenizer_size, .hidden_size = (int32_t)hp->hidden, .n_layers = (int32_t)hp->n_layers,
         .n_heads = (int32_t)hp->n_heads, .n_kv_heads = (int32_t)hp->n_kv_heads, .head_dim = (int32_t)hp->head_dim,
-        .context_length = (int32_t)hp->context_length, .intermediate_size = (int32_t)hp->intermediate, .rotary_dim = (int32_t)hp->rotary_dim,
+        .context_length = (int32_t)hp->context_length, .intermediate_size = (int32_t)hp->intermediate,
+        .rotary_dim = (int32_t)hp->rotary_dim,
     };
     snprintf(info->arch, sizeof info->arch, "%s", model->arch->name);
     return read_tokens(model->container, hp->vocab_size, info, err);

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Fuzz the readers of untrusted files, starting from the corpus of damaged files: scripts/fuzz.sh [SECONDS]
-# The converter's inputs get half the time. The rest needs clang with libFuzzer. Finds stay in build/fuzz/, and the next run starts from what this one learnt.
+# The converter's inputs get half the time. The rest needs clang with libFuzzer. Finds stay in build/fuzz/,
+# and the next run starts from what this one learnt.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 seconds=${1:-60}

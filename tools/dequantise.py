@@ -23,7 +23,8 @@ def dequantise(src: str | os.PathLike, dst: str | os.PathLike) -> int:
     if os.path.exists(dst) and os.path.samefile(src, dst):
         raise ConvertError(f"{dst} is the source itself")
     with HsrFile(src) as source, HsrWriter(dst) as writer:
-        metadata = {key: _plain(value) for key, value in source.metadata.items() if key not in ("general.architecture", "general.alignment")}
+        metadata = {key: _plain(value) for key, value in source.metadata.items()
+                    if key not in ("general.architecture", "general.alignment")}
         metadata["hisparse.weight_dtype"] = "f32"
         names = list(source.tensors)
         writer.begin(metadata, [OutTensor(name, _shape(source, name), "f32" if _is_matrix(source, name) else None) for name in names])

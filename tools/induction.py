@@ -133,9 +133,9 @@ def _look_up(rms: float) -> tuple[np.ndarray, ...]:
 def config() -> dict:
     return {
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": VOCAB, "hidden_size": _HIDDEN, "intermediate_size": 32,
-        "num_hidden_layers": 2, "num_attention_heads": _HEADS, "num_key_value_heads": _KV_HEADS, "head_dim": _HEAD_DIM, "hidden_act": "silu",
-        "max_position_embeddings": LONGEST, "rms_norm_eps": 1e-6, "rope_theta": _THETA, "partial_rotary_factor": _ROTARY / _HEAD_DIM,
-        "tie_word_embeddings": False,
+        "num_hidden_layers": 2, "num_attention_heads": _HEADS, "num_key_value_heads": _KV_HEADS, "head_dim": _HEAD_DIM,
+        "hidden_act": "silu", "max_position_embeddings": LONGEST, "rms_norm_eps": 1e-6, "rope_theta": _THETA,
+        "partial_rotary_factor": _ROTARY / _HEAD_DIM, "tie_word_embeddings": False,
     }  # fmt: skip
 
 

@@ -16,8 +16,8 @@ from .commands import bench, calibrate, chat, common, convert, evaluate, generat
 from .errors import HisparseError
 from .tools.errors import ConvertError
 
-_COMMANDS = {"convert": convert, "calibrate": calibrate, "generate": generate, "chat": chat, "logits": logits, "inspect": inspect, "plan": plan,
-             "eval": evaluate, "bench": bench}
+_COMMANDS = {"convert": convert, "calibrate": calibrate, "generate": generate, "chat": chat, "logits": logits, "inspect": inspect,
+             "plan": plan, "eval": evaluate, "bench": bench}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -68,7 +68,8 @@ def generate(
     """
     session_options = {"context": context, "kv": kv, "beyond_trained": beyond_trained}
     if _is_single(prompt):
-        running = start(model, prompt, progress=progress, seed=seed, prompt_cache=prompt_cache, **session_options, **options)  # type: ignore[arg-type]
+        running = start(model, prompt, progress=progress, seed=seed, prompt_cache=prompt_cache,
+                        **session_options, **options)  # type: ignore[arg-type]
         return finished(running, stream, return_details)
     if stream:
         raise InvalidError("stream=True takes one prompt, not a list")

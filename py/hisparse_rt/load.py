@@ -58,8 +58,8 @@ def load(
     name = os.fsdecode(source)
     engine: dict[str, Any] = {
         "ram": ram, "hot": hot, "warm": warm, "cold": cold, "cold_size": cold_size, "io": io, "io_deadline": io_deadline,
-        "importance": importance, "prefetch": prefetch, "threads": threads, "isa": isa, "kv": kv, "chunk": chunk, "max_sessions": max_sessions,
-        "max_batch": max_batch, "log": log, "debug_async": debug_async, "readable_tiers": readable_tiers,
+        "importance": importance, "prefetch": prefetch, "threads": threads, "isa": isa, "kv": kv, "chunk": chunk,
+        "max_sessions": max_sessions, "max_batch": max_batch, "log": log, "debug_async": debug_async, "readable_tiers": readable_tiers,
     }
     engine_options(**engine)  # a wrong option is told before a long conversion
     if dtype is not None and dtype not in DTYPES.values():

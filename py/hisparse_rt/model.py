@@ -171,7 +171,8 @@ class Model:
         calibration: str | bytes | os.PathLike[Any] | None = None,
     ) -> None:
         opts = engine_options(ram=ram, hot=hot, warm=warm, cold=cold, cold_size=cold_size, io=io, io_deadline=io_deadline,
-                              importance=importance, prefetch=prefetch, threads=threads, isa=isa, kv=kv, chunk=chunk, max_sessions=max_sessions,
+                              importance=importance, prefetch=prefetch, threads=threads, isa=isa,
+                              kv=kv, chunk=chunk, max_sessions=max_sessions,
                               max_batch=max_batch, log=log, debug_async=debug_async, readable_tiers=readable_tiers)
         name = os.fsencode(path)
         if not name or b"\0" in name:
@@ -507,13 +508,14 @@ class Model:
 
 def engine_options(
     *, ram: int | str | None, hot: int | str | None, warm: int | str | None, cold: str | bytes | os.PathLike[Any] | None,
-    cold_size: int | str | None, io: str, io_deadline: float, importance: str, prefetch: int, threads: int, isa: str, kv: str, chunk: int, max_sessions: int, max_batch: int,
-    log: logging.Logger | None, debug_async: bool, readable_tiers: str,
+    cold_size: int | str | None, io: str, io_deadline: float, importance: str, prefetch: int, threads: int, isa: str,
+    kv: str, chunk: int, max_sessions: int, max_batch: int, log: logging.Logger | None, debug_async: bool, readable_tiers: str,
 ) -> Any:
     """The options of `load` as an hsr_engine_opts; an error if one of them is wrong."""
     if ram is not None and (hot is not None or warm is not None):
         raise InvalidError("give ram, or hot and warm, not both: they name the same budget")
-    for name, value, known in (("io", io, IO_ENGINES), ("importance", importance, IMPORTANCES), ("readable_tiers", readable_tiers, READABLE)):
+    for name, value, known in (("io", io, IO_ENGINES), ("importance", importance, IMPORTANCES),
+                               ("readable_tiers", readable_tiers, READABLE)):
         if value not in known:
             raise InvalidError(f"{name} is {value!r}, known ones are {', '.join(known)}")
     if cold_size is not None and cold is None:

@@ -117,7 +117,8 @@ class Profile:
         copied = {name: getattr(self, name) for name in _RANGES if name not in _SESSION}
         return copied | {
             "sparse": self.mode == "sparse", "selector": SELECTORS[self.selector], "sparse_ratio": self.sparse_ratio,
-            "slice_size": self.slice_size, "virtual_tokens": self.virtual_tokens, "block_size_fine": self.block_size_fine, "late": LATE[self.late],
+            "slice_size": self.slice_size, "virtual_tokens": self.virtual_tokens,
+            "block_size_fine": self.block_size_fine, "late": LATE[self.late],
             "dense_layers": list(self.dense_layers), "layer_budgets": [own.get(layer, 0) for layer in range(n_layers)] if own else [],
         }
 

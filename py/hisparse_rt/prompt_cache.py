@@ -28,7 +28,8 @@ def cached_session(
     model: Model, ids: npt.NDArray[np.int32], path: Path, options: dict[str, Any], exactly: bool = False,
     progress: Callable[[int, int], object] | None = None,
 ) -> Session:
-    """A session that has computed `ids`, as far as possible with what the file at `path` has. If that was not all, the file is written anew.
+    """A session that has computed `ids`, as far as possible with what the file at `path` has. If that was not all, the file is
+    written anew.
 
     options   of `Model.session`, with a context
     exactly   the context was asked for; otherwise it may be longer, up to what the model was trained for, to hold what the file has

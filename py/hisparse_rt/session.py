@@ -180,7 +180,8 @@ class Session:
         array = as_ids(ids)
         if not array.size:
             raise InvalidError("no ids: logits needs at least one token")
-        step = integer("chunk", chunk, 1, _INT32_MAX) if chunk is not None else self.model.chunk if self.stats().profile == 0 else array.size
+        step = (integer("chunk", chunk, 1, _INT32_MAX) if chunk is not None
+                else self.model.chunk if self.stats().profile == 0 else array.size)
         self.check_room(array.size)
         out = np.empty((array.size, self.model.info.vocab_size), dtype=np.float32)
         for start in range(0, array.size, step):  # a return to Python between steps lets Ctrl-C in

@@ -19,7 +19,8 @@ uint32_t hsr_abi_version(void) { return HSR_ABI_VERSION; }
 const char *hsr_status_name(hsr_status status)
 {
     static const char *const errors[] = {
-        "HSR_OK", "HSR_E_INVALID", "HSR_E_NOMEM", "HSR_E_BUSY", "HSR_E_IO", "HSR_E_FORMAT", "HSR_E_FORKED", "HSR_E_UNSUPPORTED", "HSR_E_NOSPACE",
+        "HSR_OK", "HSR_E_INVALID", "HSR_E_NOMEM", "HSR_E_BUSY", "HSR_E_IO", "HSR_E_FORMAT",
+        "HSR_E_FORKED", "HSR_E_UNSUPPORTED", "HSR_E_NOSPACE",
         "HSR_E_CONTEXT", "HSR_E_TOKEN", "HSR_E_NONFINITE", "HSR_E_CANCELLED", "HSR_E_STATE", "HSR_E_VERSION", "HSR_E_INTERNAL",
     };
     if (status == HSR_AGAIN)

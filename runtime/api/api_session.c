@@ -36,7 +36,8 @@ hsr_status hsri_check_session_opts(const hsr_session_opts *o, hsr_error *err)
     if (o->kv_format < HSR_KV_AUTO || o->kv_format > HSR_KV_VTQ)
         return hsri_fail(err, HSR_E_INVALID, "kv_format is %d, this library knows %d to %d", o->kv_format, HSR_KV_AUTO, HSR_KV_VTQ);
     if (o->index_kind < HSR_INDEX_AUTO || o->index_kind > HSR_INDEX_CLUSTER)
-        return hsri_fail(err, HSR_E_INVALID, "index_kind is %d, this library knows %d to %d", o->index_kind, HSR_INDEX_AUTO, HSR_INDEX_CLUSTER);
+        return hsri_fail(err, HSR_E_INVALID, "index_kind is %d, this library knows %d to %d", o->index_kind,
+                         HSR_INDEX_AUTO, HSR_INDEX_CLUSTER);
     if (o->sketch_4bit < 0 || o->sketch_4bit % 8)
         return hsri_fail(err, HSR_E_INVALID, "sketch_4bit is %d, allowed are multiples of 8", o->sketch_4bit);
     if (o->sketch_2bit < 0 || o->sketch_2bit % 16)
@@ -160,7 +161,8 @@ hsr_status hsr_session_set_profile(hsr_session *s, int32_t profile, hsr_error *e
 
 /* ---- observing ------------------------------------------------------------------------------------------------ */
 
-static hsr_status check_observe(const hsr_session *s, int32_t what, int32_t layer, uint64_t first, uint64_t n, const float *out, uint64_t size, hsr_error *err)
+static hsr_status check_observe(const hsr_session *s, int32_t what, int32_t layer, uint64_t first, uint64_t n,
+                                const float *out, uint64_t size, hsr_error *err)
 {
     const hsr_model_info *info = &s->engine->model->info;
     const bool masses = what == HSR_OBSERVE_MASSES;
@@ -173,15 +175,17 @@ static hsr_status check_observe(const hsr_session *s, int32_t what, int32_t laye
     if (hsri_session_has_work(s) || s->request.active)
         return hsri_fail(err, HSR_E_STATE, "hsr_session_observe: work is under way");
     if (n > most || first > most - n)
-        return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: %s %llu to %llu, the session has computed %llu", masses ? "pages" : "positions",
+        return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: %s %llu to %llu, the session has computed %llu",
+                         masses ? "pages" : "positions",
                          (unsigned long long)first, (unsigned long long)(first + n), (unsigned long long)most);
     if (n && (!out || size / width < n))
-        return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: out holds %llu floats, %llu are needed", (unsigned long long)(out ? size : 0),
-                         (unsigned long long)(n * width));
+        return hsri_fail(err, HSR_E_INVALID, "hsr_session_observe: out holds %llu floats, %llu are needed",
+                         (unsigned long long)(out ? size : 0), (unsigned long long)(n * width));
     return HSR_OK;
 }
 
-hsr_status hsr_session_observe(hsr_session *s, int32_t what, int32_t layer, uint64_t first, uint64_t n, float *out, uint64_t size, hsr_error *err)
+hsr_status hsr_session_observe(hsr_session *s, int32_t what, int32_t layer, uint64_t first, uint64_t n,
+                               float *out, uint64_t size, hsr_error *err)
 {
     HSRI_TRY(enter(s, "hsr_session_observe", err));
     hsri_engine_enter(s->engine);
@@ -365,7 +369,8 @@ hsr_status hsr_session_get_stats(hsr_session *s, hsr_session_stats *stats, hsr_e
 
 /* ---- saved sessions ------------------------------------------------------------------------------------------- */
 
-hsr_status hsr_session_save(hsr_session *s, const char *path, int32_t (*progress)(void *user, uint64_t done, uint64_t total), void *user, hsr_error *err)
+hsr_status hsr_session_save(hsr_session *s, const char *path, int32_t (*progress)(void *user, uint64_t done, uint64_t total),
+                            void *user, hsr_error *err)
 {
     HSRI_TRY(enter(s, "hsr_session_save", err));
     if (!path || !path[0])

@@ -28,7 +28,8 @@ hsr_status hsri_struct_in(void *known, uint32_t known_size, const void *given, c
     HSRI_TRY(read_size(given, &size, name, err));
     for (uint32_t i = known_size; i < size; i++)
         if (((const unsigned char *)given)[i])
-            return hsri_fail(err, HSR_E_INVALID, "%s sets a field, at byte %u, that this library (%s) does not know", name, i, hsr_version());
+            return hsri_fail(err, HSR_E_INVALID, "%s sets a field, at byte %u, that this library (%s) does not know",
+                             name, i, hsr_version());
     memcpy(known, given, size < known_size ? size : known_size);
     memcpy(known, &known_size, sizeof known_size);
     return HSR_OK;

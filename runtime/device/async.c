@@ -46,7 +46,8 @@ typedef struct attend_list_args {
 } attend_list_args;
 typedef struct rotate_args { hsri_kv_view kv; hsri_ref queries, rotated; uint32_t layer, n_heads, n_rows; } rotate_args;
 typedef struct select_args {
-    hsri_batch batch; hsri_kv_view kv; hsri_lists lists; hsri_ref queries, rotated, acc, sparse, picks, scratch; uint32_t layer, n_heads; float scale;
+    hsri_batch batch; hsri_kv_view kv; hsri_lists lists; hsri_ref queries, rotated, acc, sparse, picks, scratch;
+    uint32_t layer, n_heads; float scale;
 } select_args;
 typedef struct page_parts_args {
     hsri_batch batch; hsri_kv_view kv; hsri_page_parts what; hsri_ref queries, rotated, acc; uint32_t layer, n_heads; float scale;
@@ -299,8 +300,8 @@ static void async_rotate(hsri_queue *q, const hsri_kv_view *kv, uint32_t layer, 
 static void run_select(hsri_queue *q, const args *u)
 {
     const select_args *a = &u->select;
-    q->dev->ops.select(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->acc, a->sparse, a->picks, a->scratch,
-                       &a->lists);
+    q->dev->ops.select(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->acc, a->sparse, a->picks,
+                       a->scratch, &a->lists);
 }
 
 static void async_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
@@ -340,7 +341,8 @@ static void run_top_pages(hsri_queue *q, const args *u)
     q->dev->ops.top_pages(q, &a->kv, &a->range, a->wants, a->stride, a->out);
 }
 
-static void async_top_pages(hsri_queue *q, const hsri_kv_view *kv, const hsri_mass_range *range, hsri_ref wants, uint32_t stride, hsri_ref out)
+static void async_top_pages(hsri_queue *q, const hsri_kv_view *kv, const hsri_mass_range *range, hsri_ref wants, uint32_t stride,
+                            hsri_ref out)
 {
     PUSH(q, run_top_pages, top_pages, *kv, *range, wants, out, stride);
 }
@@ -348,7 +350,8 @@ static void async_top_pages(hsri_queue *q, const hsri_kv_view *kv, const hsri_ma
 static void run_set_aside(hsri_queue *q, const args *u)
 {
     const select_args *a = &u->select;
-    q->dev->ops.set_aside(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->acc, a->sparse, a->picks, &a->lists);
+    q->dev->ops.set_aside(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->acc, a->sparse,
+                          a->picks, &a->lists);
 }
 
 static void async_set_aside(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
@@ -619,7 +622,8 @@ static void fill_ops(hsri_ops *ops)
 {
     *ops = (hsri_ops){
         .embed = async_embed, .gather_rows = async_gather_rows, .rope_table = async_rope_table, .rms_norm = async_rms_norm,
-        .linear = async_linear, .add = async_add, .silu_mul = async_silu_mul, .rope_append = async_rope_append, .seal = async_seal, .cluster = async_cluster,
+        .linear = async_linear, .add = async_add, .silu_mul = async_silu_mul, .rope_append = async_rope_append,
+        .seal = async_seal, .cluster = async_cluster,
         .attend = async_attend, .attend_fixed = async_attend_fixed, .attend_list = async_attend_list,
         .page_parts = async_page_parts, .add_masses = async_add_masses, .top_pages = async_top_pages,
         .rotate = async_rotate, .select = async_select, .set_aside = async_set_aside, .merge = async_merge,
@@ -642,7 +646,8 @@ hsr_status hsri_async_device_create(hsri_device *inner, hsri_device **dev, hsr_e
     }
     async->inner = inner;
     async->base = (hsri_device){
-        .name = "cpu-async", .isa = inner->isa, .alloc = async_alloc, .view = async_view, .reserve = async_reserve, .host_range = async_host_range, .commit = async_commit,
+        .name = "cpu-async", .isa = inner->isa, .alloc = async_alloc, .view = async_view,
+        .reserve = async_reserve, .host_range = async_host_range, .commit = async_commit,
         .decommit = async_decommit, .free = async_free, .reserve_sampling = async_reserve_sampling,
         .queue_create = async_queue_create, .queue_destroy = async_queue_destroy, .copy_in = async_copy_in, .copy_out = async_copy_out,
         .copy = async_copy, .wait = async_wait, .destroy = async_destroy,

@@ -52,9 +52,10 @@ typedef struct hsri_row {
 typedef struct hsri_seq {
     hsri_ref table;         /* uint32 entries of plain pages */
     hsri_ref sealed;        /* uint32 entries of encoded pages */
-    hsri_ref index;         /* uint32 slabs: of slab k at [(k * n_layers + layer) * n_kv_heads + head], block << 8 | slab inside the block */
-    hsri_ref clusters;      /* uint32 records of segments: the same, slots of hsri_cluster_slot_bytes. A query may read those of the segments that
-                             * its selectable pages fill; all of these exist */
+    hsri_ref index;         /* uint32 slabs: of slab k at [(k * n_layers + layer) * n_kv_heads + head], block << 8 |
+                             * slab inside the block */
+    hsri_ref clusters;      /* uint32 records of segments: the same, slots of hsri_cluster_slot_bytes. A query may read those of the
+                             * segments that its selectable pages fill; all of these exist */
     uint32_t rope_table;    /* which of the rope tables: index into the inv_freq buffer, [rope_table][r/2] */
     uint32_t kv_type;       /* hsri_kv_type of plain pages */
     uint32_t format;        /* hsri_kv_type of sealed pages */
@@ -146,7 +147,8 @@ typedef struct hsri_ops {
     /* out[i][width] = in[index[i]][width] */
     void (*gather_rows)(hsri_queue *q, hsri_ref in, uint32_t width, hsri_ref index /* uint32[n] */, uint32_t n, hsri_ref out);
     /* cos and sin of the batch's positions: angle = pos * inv_freq in double precision; out as in hsri_rope.cos_sin */
-    void (*rope_table)(hsri_queue *q, const hsri_batch *batch, hsri_ref inv_freq /* float[tables][r/2] */, uint32_t rotary_dim, float attention_factor, hsri_ref out);
+    void (*rope_table)(hsri_queue *q, const hsri_batch *batch, hsri_ref inv_freq /* float[tables][r/2] */, uint32_t rotary_dim,
+                       float attention_factor, hsri_ref out);
     /* out[row] = gain * in[row] / sqrt(mean(in[row]^2) + eps), n_rows rows of `width` */
     void (*rms_norm)(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, uint32_t n_rows, uint32_t width, hsri_ref out);
     /* out[row][w->n] = w in[row] + bias (optional), row stride of out = w->n floats */
@@ -166,56 +168,63 @@ typedef struct hsri_ops {
     /* Partial attention over dense groups [g0, g1) (runs of HSRI_GROUP_TOKENS positions), causal: partial of (row, head, group g) is
      * part[(row * n_heads + head) * (g1 - g0) + g - g0] = { m, l, o[d] } with m = max of scale*q.k, l = sum of exp(s - m),
      * o = sum of exp(s - m) v. A group that starts beyond the row's position gives m = -inf, l = 0, o = 0. */
-    void (*attend)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
-                   hsri_ref rotated /* may be absent if no format needs it */, uint32_t g0, uint32_t g1, hsri_ref part);
+    void (*attend)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                   hsri_ref queries, hsri_ref rotated /* may be absent if no format needs it */, uint32_t g0, uint32_t g1, hsri_ref part);
     /* Fold n_groups partials of each (row, head), in order, into the running state acc[row][head] = { m, l, o[d] }; `first` starts
      * from the empty state; `out` (optional) receives o / l as [row][n_heads][d] after the fold. */
-    void (*merge)(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups, int first, hsri_ref acc, hsri_ref out);
+    void (*merge)(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups, int first,
+                  hsri_ref acc, hsri_ref out);
     /* Sample each row of logits[n_rows][n_vocab]; ids >= n_tokens are never drawn. */
-    void (*sample)(hsri_queue *q, hsri_ref logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_tokens, hsri_ref params /* hsri_sample_params[] */, hsri_ref out /* hsri_sampled[] */);
+    void (*sample)(hsri_queue *q, hsri_ref logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_tokens,
+                   hsri_ref params /* hsri_sample_params[] */, hsri_ref out /* hsri_sampled[] */);
     /* flags[row] (uint32) = 1 if the row of n floats holds a NaN or infinity, else 0 */
     void (*check_finite)(hsri_queue *q, hsri_ref in, uint32_t n_rows, uint32_t n, hsri_ref flags);
 
     /* ---- sparse attention (sparse_ops.h) ---- */
     /* rotated[row][n_heads][d] = B^T q of each query head, by the calibration of its kv head: what `select` and `attend` of
      * COMPACT and VTQ pages read beside q */
-    void (*rotate)(hsri_queue *q, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, uint32_t n_rows, hsri_ref queries, hsri_ref rotated);
+    void (*rotate)(hsri_queue *q, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, uint32_t n_rows,
+                   hsri_ref queries, hsri_ref rotated);
     /* partials of the fixed groups: part[(row * n_heads + head) * n_fixed + g]; groups beyond a row's own are empty. `runs`: the rows
      * are whole prompt runs (hsri_pick of 128 rows), whose second pages have a bridge group; otherwise no row has one. */
-    void (*attend_fixed)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
-                         hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part);
+    void (*attend_fixed)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                         hsri_ref queries, hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part);
     /* acc = merged state of the fixed groups, { m, l, o[d] } per (row, head): their mass is exact and part of the normaliser */
-    void (*select)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
-                   hsri_ref rotated, hsri_ref acc, hsri_ref sparse /* hsri_sparse[n_seqs] */, hsri_ref picks /* hsri_pick[] */, hsri_ref scratch,
-                   const hsri_lists *lists);
+    void (*select)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                   hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse /* hsri_sparse[n_seqs] */,
+                   hsri_ref picks /* hsri_pick[] */, hsri_ref scratch, const hsri_lists *lists);
     /* After select, with the same arguments and acc: units that are marked HSRI_UNIT_AWAY, in lists of decode rows with virtual tokens,
      * leave their lists; their estimated mass and mean values go into virtual_part, and their mass out of covered. */
-    void (*set_aside)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
-                      hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, const hsri_lists *lists);
+    void (*set_aside)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                      hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, const hsri_lists *lists);
     /* partials of list groups [g0, g1) of every row: part[(row * n_heads + head) * (g1 - g0) + g - g0]; `pick_of` = uint32[n_rows] */
-    void (*attend_list)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
-                        hsri_ref rotated, hsri_ref pick_of, const hsri_lists *lists, uint32_t g0, uint32_t g1, hsri_ref part);
+    void (*attend_list)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                        hsri_ref queries, hsri_ref rotated, hsri_ref pick_of, const hsri_lists *lists,
+                        uint32_t g0, uint32_t g1, hsri_ref part);
 
     /* Parts of the pages that the listed rows attend, of the groups that `what` names. */
-    void (*page_parts)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale, hsri_ref queries,
-                       hsri_ref rotated, const hsri_page_parts *what);
+    void (*page_parts)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                       hsri_ref queries, hsri_ref rotated, const hsri_page_parts *what);
     /* mass tables += the parts' share of their rows' totals, row by row; acc = the rows' state after the last merge */
     void (*add_masses)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, hsri_ref acc,
                        const hsri_page_parts *what);
     /* out[n_layers][n_kv_heads][stride] = the wants[layer] <= stride pages of the range with the highest mass, of equal ones the lower, in
      * ascending order; then UINT32_MAX */
-    void (*top_pages)(hsri_queue *q, const hsri_kv_view *kv, const hsri_mass_range *range, hsri_ref wants /* uint32[n_layers] */, uint32_t stride,
-                      hsri_ref out);
+    void (*top_pages)(hsri_queue *q, const hsri_kv_view *kv, const hsri_mass_range *range, hsri_ref wants /* uint32[n_layers] */,
+                      uint32_t stride, hsri_ref out);
 
     /* ---- compound: see compound.c for what each is made of; scratch is at least compound_scratch() floats ---- */
-    void (*norm_linear)(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, uint32_t n_rows, hsri_ref scratch, hsri_ref out);
-    void (*qkv_rope_append)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, hsri_ref in, hsri_ref gain, float eps,
-                            const hsri_matrix *w, hsri_ref bias, hsri_ref q_norm, hsri_ref k_norm, const hsri_rope *rope, hsri_ref scratch, hsri_ref q_out);
-    void (*gate_up_silu)(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, uint32_t n_rows, uint32_t n, hsri_ref scratch, hsri_ref out);
+    void (*norm_linear)(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, uint32_t n_rows,
+                        hsri_ref scratch, hsri_ref out);
+    void (*qkv_rope_append)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, hsri_ref in,
+                            hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias, hsri_ref q_norm, hsri_ref k_norm,
+                            const hsri_rope *rope, hsri_ref scratch, hsri_ref q_out);
+    void (*gate_up_silu)(hsri_queue *q, hsri_ref in, hsri_ref gain, float eps, const hsri_matrix *w, hsri_ref bias,
+                         uint32_t n_rows, uint32_t n, hsri_ref scratch, hsri_ref out);
     void (*linear_add)(hsri_queue *q, const hsri_matrix *w, hsri_ref bias, hsri_ref in, uint32_t n_rows, hsri_ref scratch, hsri_ref x);
     /* Both, one after the other. What is between them stays the back end's own, in ffn: room for n_rows rows of down->k floats. */
-    void (*mlp_add)(hsri_queue *q, hsri_ref x, hsri_ref gain, float eps, const hsri_matrix *gate_up, hsri_ref gate_up_bias, const hsri_matrix *down,
-                    hsri_ref down_bias, uint32_t n_rows, hsri_ref scratch, hsri_ref ffn);
+    void (*mlp_add)(hsri_queue *q, hsri_ref x, hsri_ref gain, float eps, const hsri_matrix *gate_up, hsri_ref gate_up_bias,
+                    const hsri_matrix *down, hsri_ref down_bias, uint32_t n_rows, hsri_ref scratch, hsri_ref ffn);
 } hsri_ops;
 
 /* A back end in use by one engine. */
@@ -265,8 +274,8 @@ void hsri_compound_fill(hsri_ops *ops);
  * machine, or for AMX the system, lacks the level. */
 hsr_status hsri_cpu_device_create(int32_t n_threads, int32_t isa, hsri_log *log, hsri_device **dev, hsr_error *err);
 
-/* A debugging back end over another one, which it owns from success on: operations run later, on a thread of their own; copy_out targets hold
- * poison until wait; copy_in sources are read late. Finds callers that depend on operations running at once. */
+/* A debugging back end over another one, which it owns from success on: operations run later, on a thread of their own; copy_out
+ * targets hold poison until wait; copy_in sources are read late. Finds callers that depend on operations running at once. */
 hsr_status hsri_async_device_create(hsri_device *inner, hsri_device **dev, hsr_error *err);
 
 #endif

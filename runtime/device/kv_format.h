@@ -82,7 +82,8 @@ typedef struct hsri_calibration_record {
 
 static inline uint64_t hsri_calibration_floats(uint32_t d) { return 2ull * d * d + 2ull * d; }
 
-static inline hsri_calibration_record hsri_calibration_at(const float *floats, uint32_t n_kv_heads, uint32_t layer, uint32_t head, uint32_t d)
+static inline hsri_calibration_record hsri_calibration_at(const float *floats, uint32_t n_kv_heads, uint32_t layer,
+                                                          uint32_t head, uint32_t d)
 {
     const float *r = floats + ((uint64_t)layer * n_kv_heads + head) * hsri_calibration_floats(d);
     return (hsri_calibration_record){ r, r + (uint64_t)d * d, r + 2ull * d * d, r + 2ull * d * d + d };

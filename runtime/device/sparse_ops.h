@@ -60,7 +60,8 @@ typedef struct hsri_lists {
     hsri_ref units;                 /* uint32[n_picks][n_kv_heads][stride] */
     hsri_ref counts;                /* uint32[n_picks][n_kv_heads] */
     hsri_ref virtual_part;          /* float[n_rows][n_heads]{ m, l, o[d] }; empty (m -inf, l 0) for picks of several rows and where off */
-    hsri_ref covered;               /* float[n_rows][n_heads]: estimated share of the mass that is attended; NaN for rows that did not vote */
+    hsri_ref covered;               /* float[n_rows][n_heads]: estimated share of the mass that is attended; NaN for rows that
+                                     * did not vote */
     uint32_t stride;                /* >= the budget with its ratio + 4 * n_forced, of every pick */
     uint32_t n_picks;
 } hsri_lists;

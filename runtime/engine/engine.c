@@ -81,7 +81,8 @@ hsr_status hsri_engine_register(hsr_engine *e, const hsr_profile *in, int32_t *i
     if (e->n_profiles == MAX_PROFILES)
         return hsri_fail(err, HSR_E_NOSPACE, "an engine holds at most %u profiles", MAX_PROFILES);
     if (in->sparse && in->prefill_budget > 0 && e->opts.max_batch < (int32_t)HSRI_PICK_ROWS)
-        return hsri_fail(err, HSR_E_INVALID, "prefill_budget is %d: sparse prompts need an engine with max_batch of at least %u, this one has %d",
+        return hsri_fail(err, HSR_E_INVALID,
+                         "prefill_budget is %d: sparse prompts need an engine with max_batch of at least %u, this one has %d",
                          in->prefill_budget, HSRI_PICK_ROWS, e->opts.max_batch);
     if (in->sparse && in->selector == HSR_SELECT_ORACLE && e->tiers)
         return hsri_fail(err, HSR_E_UNSUPPORTED, "selector oracle reads every page for every query: not with a cold tier");
@@ -254,7 +255,8 @@ static void publish_session(hsr_session *s, const hsri_cache_stats *c)
         .kv_bytes = c->bytes, .kv_blocks = c->blocks, .pages_open = c->pages_open, .pages_full = c->pages_full,
         .pages_sealed = c->pages_sealed,
         .kv_format = HSR_KV_F32 + (int32_t)s->format, .running = s->request.active,
-        .index_kind = s->index_shape.clusters ? HSR_INDEX_CLUSTER : HSR_INDEX_NONE + (int32_t)s->index_shape.kind, .profile = s->profile_id, .index_bytes = c->index_bytes,
+        .index_kind = s->index_shape.clusters ? HSR_INDEX_CLUSTER : HSR_INDEX_NONE + (int32_t)s->index_shape.kind,
+        .profile = s->profile_id, .index_bytes = c->index_bytes,
         .sparse_rows = s->sparse_rows, .covered = s->sparse_rows ? s->covered : NAN,
         .covered_mean = s->sparse_rows ? s->covered_sum / (double)s->sparse_rows : NAN, .attended_tokens = s->attended,
         .estimated_pages = c->n_estimated,

@@ -264,8 +264,8 @@ hsr_status hsri_session_run(hsr_session *session, int32_t (*progress)(void *, ui
 
 /* ---- penalty.c ---- */
 
-hsr_status hsri_history_create(hsri_history *h, hsri_device *dev, uint32_t vocab, uint64_t max_tokens, int32_t window, const int32_t *ids, uint64_t n,
-                               hsr_error *err);
+hsr_status hsri_history_create(hsri_history *h, hsri_device *dev, uint32_t vocab, uint64_t max_tokens, int32_t window, const int32_t *ids,
+                               uint64_t n, hsr_error *err);
 void hsri_history_destroy(hsri_history *h, hsri_device *dev);
 /* ids[n - 1] is a new output token. */
 void hsri_history_push(hsri_history *h, const int32_t *ids, uint64_t n);

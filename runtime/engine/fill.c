@@ -106,8 +106,8 @@ static hsr_status append_rows(filler *f, uint32_t n_rows, hsr_error *err)
     for (uint32_t layer = 0; layer < hp->n_layers; layer++) {
         stage_layer(f, layer, n_rows);
         e->dev->copy_in(e->queue, e->scratch.compound, f->qkv, n_rows * row_floats * sizeof *f->qkv);
-        e->dev->ops.rope_append(e->queue, &batch, &e->shape.view, layer, hp->n_heads, e->scratch.compound, none, none, hp->rms_norm_eps, &rope,
-                                e->scratch.queries);
+        e->dev->ops.rope_append(e->queue, &batch, &e->shape.view, layer, hp->n_heads, e->scratch.compound, none, none, hp->rms_norm_eps,
+                                &rope, e->scratch.queries);
         HSRI_TRY(e->dev->wait(e->queue, err));   /* the staging is used again */
     }
     return HSR_OK;

@@ -52,7 +52,8 @@ hsr_status hsri_session_observe(hsr_session *s, int32_t what, int32_t layer, uin
     r.k = hsri_new_array(2ull * HSRI_PAGE_TOKENS * d, sizeof *r.k);
     r.v = r.k ? r.k + HSRI_PAGE_TOKENS * d : NULL;
 
-    hsr_status st = r.slot && r.k ? read_layer(&r, what, (uint32_t)layer, first, n, out, err) : hsri_fail(err, HSR_E_NOMEM, "no memory to read pages");
+    hsr_status st = r.slot && r.k ? read_layer(&r, what, (uint32_t)layer, first, n, out, err)
+                                  : hsri_fail(err, HSR_E_NOMEM, "no memory to read pages");
     free(r.slot);
     free(r.k);
     return st;

@@ -28,8 +28,8 @@ static hsri_seen *slide(hsri_history *h, const int32_t *ids, uint64_t n)
     return e;
 }
 
-hsr_status hsri_history_create(hsri_history *h, hsri_device *dev, uint32_t vocab, uint64_t max_tokens, int32_t window, const int32_t *ids, uint64_t n,
-                               hsr_error *err)
+hsr_status hsri_history_create(hsri_history *h, hsri_device *dev, uint32_t vocab, uint64_t max_tokens, int32_t window, const int32_t *ids,
+                               uint64_t n, hsr_error *err)
 {
     *h = (hsri_history){ .window = window < 0 ? UINT32_MAX : (uint32_t)window, .cap = (uint32_t)hsri_min(vocab, max_tokens) };
     h->seen = hsri_new_array(h->cap, sizeof *h->seen);

@@ -138,8 +138,8 @@ static hsr_status check_rope(const reader *r, const hsr_restore_opts *o)
     if (saved == now || (table == hsri_rope_choose(hp, now, scratch) && table < 2))
         return HSR_OK;
     return hsri_fail(r->err, HSR_E_UNSUPPORTED,
-                     "%.200s: context is %llu, the session was saved with %llu: this model's rotary embedding differs between them", r->path,
-                     (unsigned long long)now, (unsigned long long)saved);
+                     "%.200s: context is %llu, the session was saved with %llu: this model's rotary embedding differs between them",
+                     r->path, (unsigned long long)now, (unsigned long long)saved);
 }
 
 /* ---- the session ---- */

@@ -32,8 +32,8 @@ static hsr_status choose_format(hsr_session *s, hsr_error *err)
         return hsri_fail(err, HSR_E_UNSUPPORTED, "kv_format %s needs the model's calibration, and none was loaded",
                          s->format == HSRI_KV_TYPE_COMPACT ? "compact" : "vtq");
     if (hsri_page_bytes(s->format, e->model->hp.head_dim) == 0)
-        return hsri_fail(err, HSR_E_UNSUPPORTED, "kv_format %d does not exist for heads of size %u: they must be multiples of 16", kv_format,
-                         e->model->hp.head_dim);
+        return hsri_fail(err, HSR_E_UNSUPPORTED, "kv_format %d does not exist for heads of size %u: they must be multiples of 16",
+                         kv_format, e->model->hp.head_dim);
     return HSR_OK;
 }
 
@@ -52,11 +52,13 @@ static hsr_status choose_index(hsr_session *s, hsr_error *err)
         s->index_shape.n_4bit = (uint32_t)hsri_min(24, d / 8 * 8);
     if (s->index_shape.kind == HSRI_INDEX_SKETCH && !s->engine->model->calibration)
         return hsri_fail(err, HSR_E_UNSUPPORTED, "index_kind sketch needs the model's calibration, and none was loaded");
-    if (s->index_shape.kind == HSRI_INDEX_SKETCH && (s->index_shape.n_4bit + s->index_shape.n_2bit > d || s->index_shape.n_4bit + s->index_shape.n_2bit == 0))
-        return hsri_fail(err, HSR_E_INVALID, "sketch_4bit %u and sketch_2bit %u: a sketch has 1 to %u components, the head size", s->index_shape.n_4bit,
-                         s->index_shape.n_2bit, d);
+    if (s->index_shape.kind == HSRI_INDEX_SKETCH &&
+        (s->index_shape.n_4bit + s->index_shape.n_2bit > d || s->index_shape.n_4bit + s->index_shape.n_2bit == 0))
+        return hsri_fail(err, HSR_E_INVALID, "sketch_4bit %u and sketch_2bit %u: a sketch has 1 to %u components, the head size",
+                         s->index_shape.n_4bit, s->index_shape.n_2bit, d);
     if (!hsri_profile_can_read(s->profile, (hsri_index_kind)s->index_shape.kind))
-        return hsri_fail(err, HSR_E_UNSUPPORTED, "the index of the session does not hold what the selector of profile %d reads", s->profile_id);
+        return hsri_fail(err, HSR_E_UNSUPPORTED, "the index of the session does not hold what the selector of profile %d reads",
+                         s->profile_id);
     hsri_index_shape_fill(&s->index_shape);
     return HSR_OK;
 }
@@ -77,7 +79,8 @@ hsr_status hsri_session_check_context(const hsr_engine *e, hsr_session_opts *o, 
     if (o->context < 0 || o->context > INT32_MAX)
         return hsri_fail(err, HSR_E_INVALID, "context is %lld, allowed are 1 to %d tokens", (long long)o->context, INT32_MAX);
     if (o->context > trained && !o->beyond_trained)
-        return hsri_fail(err, HSR_E_CONTEXT, "a context of %lld tokens is above the %lld the model was trained for; beyond_trained allows it",
+        return hsri_fail(err, HSR_E_CONTEXT,
+                         "a context of %lld tokens is above the %lld the model was trained for; beyond_trained allows it",
                          (long long)o->context, (long long)trained);
     return HSR_OK;
 }
@@ -208,7 +211,8 @@ static hsr_status check_ids(const hsr_session *s, const int32_t *ids, uint64_t n
     const uint32_t vocab = s->engine->model->hp.vocab_size;
     for (uint64_t i = 0; i < n; i++)
         if (ids[i] < 0 || (uint32_t)ids[i] >= vocab)
-            return hsri_fail(err, HSR_E_TOKEN, "token %llu of the prompt is %d, the vocabulary has ids 0 to %u", (unsigned long long)i, ids[i], vocab - 1);
+            return hsri_fail(err, HSR_E_TOKEN, "token %llu of the prompt is %d, the vocabulary has ids 0 to %u",
+                             (unsigned long long)i, ids[i], vocab - 1);
     return HSR_OK;
 }
 
@@ -312,7 +316,8 @@ hsr_status hsri_session_truncate(hsr_session *s, uint64_t n, hsr_error *err)
     if (s->request.active)
         return hsri_fail(err, HSR_E_STATE, "truncate: a request is running");
     if (n > s->n_tokens)
-        return hsri_fail(err, HSR_E_INVALID, "truncate to %llu tokens, but the session has %llu", (unsigned long long)n, (unsigned long long)s->n_tokens);
+        return hsri_fail(err, HSR_E_INVALID, "truncate to %llu tokens, but the session has %llu",
+                         (unsigned long long)n, (unsigned long long)s->n_tokens);
     if (n < s->n_computed)
         HSRI_TRY(cut_to_go_on(s, n, err));
     else if (n == s->n_computed)
@@ -367,7 +372,8 @@ hsr_status hsri_session_fork(hsr_session *s, hsr_session **out, hsr_error *err)
 
     HSRI_TRY(check_usable(s, "fork", err));
     if (hsri_session_has_work(s))
-        return hsri_fail(err, HSR_E_STATE, "fork: %llu appended tokens are not computed yet", (unsigned long long)(s->target - s->n_computed));
+        return hsri_fail(err, HSR_E_STATE, "fork: %llu appended tokens are not computed yet",
+                         (unsigned long long)(s->target - s->n_computed));
     HSRI_TRY(new_session(e, &s->opts, &f, err));
     hsr_status st = HSR_OK;
     if (!hsri_grow((void **)&f->ids, &f->ids_cap, s->n_tokens ? s->n_tokens : 1, sizeof *f->ids))
@@ -472,8 +478,8 @@ static hsr_status fill_request(hsr_session *s, const hsr_request *in, hsr_error 
     HSRI_TRY(copy_bias(s, in, r, err));
     if (in->repetition_penalty == 1.0f && in->presence_penalty == 0.0f && in->frequency_penalty == 0.0f)
         return HSR_OK;
-    HSRI_TRY(hsri_history_create(&r->history, s->engine->dev, s->engine->model->hp.vocab_size, s->n_tokens + r->max_tokens, in->penalty_window, s->ids,
-                                 s->n_tokens, err));
+    HSRI_TRY(hsri_history_create(&r->history, s->engine->dev, s->engine->model->hp.vocab_size, s->n_tokens + r->max_tokens,
+                                 in->penalty_window, s->ids, s->n_tokens, err));
     r->penalises = true;
     return HSR_OK;
 }

@@ -144,8 +144,8 @@ static void add_rows(hsr_engine *e, hsr_session *s, const row_mode *m, uint32_t 
 
     if (t->n_spans == 0 || !joins(e, &t->spans[t->n_spans - 1], m, pos, n_fixed, n_votes))
         t->spans[t->n_spans++] = (hsri_span){
-            .row = row, .sparse = m->sparse, .prefill = m->sparse && m->prefill, .observed = m->sparse && !m->prefill, .first_pick = t->n_picks,
-            .first_mass_row = t->n_mass_rows, .dense_layers = m->dense_layers,
+            .row = row, .sparse = m->sparse, .prefill = m->sparse && m->prefill, .observed = m->sparse && !m->prefill,
+            .first_pick = t->n_picks, .first_mass_row = t->n_mass_rows, .dense_layers = m->dense_layers,
         };
     hsri_span *span = &t->spans[t->n_spans - 1];
     span->max_pos = (uint32_t)hsri_max(span->max_pos, pos + m->n_rows - 1);

@@ -272,7 +272,8 @@ static bool reads_rotated(const hsr_engine *e)
 {
     for (uint32_t i = 0; i < e->step.n_parts; i++) {
         const hsr_session *s = e->step.parts[i].session;
-        if (s->format == HSRI_KV_TYPE_COMPACT || s->format == HSRI_KV_TYPE_VTQ || (e->spans.any_sparse && s->index_shape.kind == HSRI_INDEX_SKETCH))
+        if (s->format == HSRI_KV_TYPE_COMPACT || s->format == HSRI_KV_TYPE_VTQ ||
+            (e->spans.any_sparse && s->index_shape.kind == HSRI_INDEX_SKETCH))
             return true;
     }
     return false;
@@ -287,8 +288,8 @@ static hsr_status compute(hsr_engine *e, hsr_error *err)
         .dev = e->dev, .queue = e->queue, .arch = e->model->arch, .hp = &e->model->hp, .w = &e->weights, .s = &e->scratch,
         .kv = &e->shape.view, .batch = { t->d_rows, t->d_seqs, t->n_rows, t->n_parts }, .ids = t->d_ids,
         .rope_tables = { .buf = e->rope_buf }, .spans = e->spans.spans, .n_spans = e->spans.n_spans, .rotate = reads_rotated(e),
-        .picks = e->spans.d_picks, .pick_of = e->spans.d_pick_of, .room = &e->room, .status = &status, .err = err, .taps = e->taps, .n_taps = fill_taps(e),
-        .mass_rows = e->spans.d_mass_rows, .mass_tables = e->spans.d_mass_tables,
+        .picks = e->spans.d_picks, .pick_of = e->spans.d_pick_of, .room = &e->room, .status = &status, .err = err, .taps = e->taps,
+        .n_taps = fill_taps(e), .mass_rows = e->spans.d_mass_rows, .mass_tables = e->spans.d_mass_tables,
         .sparse = { e->spans.d_settings, hsri_at(e->spans.d_settings, (uint64_t)e->model->hp.n_layers * t->n_parts * sizeof(hsri_sparse)) },
     };
 

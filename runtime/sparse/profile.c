@@ -171,7 +171,8 @@ uint32_t hsri_profile_selects(const hsri_profile *p, uint32_t layer, bool prefil
     const uint64_t budget = hsri_profile_budget(p, layer, prefill, selectable);
     if (prefill || !hsri_profile_remembers(p))
         return (uint32_t)budget;
-    return (uint32_t)((p->selector == HSRI_SELECT_HISTORY ? 0 : budget) + (uint64_t)hsri_profile_forced(p, layer, selectable) * HSRI_PAGE_UNITS);
+    return (uint32_t)((p->selector == HSRI_SELECT_HISTORY ? 0 : budget) +
+                      (uint64_t)hsri_profile_forced(p, layer, selectable) * HSRI_PAGE_UNITS);
 }
 
 void hsri_profile_fill(const hsri_profile *p, uint32_t layer, bool prefill, bool virtual_helps, hsri_sparse *out)

@@ -41,8 +41,10 @@ def declarations(text: str) -> dict[str, str]:
 
 
 def preprocessed(header: Path) -> str:
-    text = subprocess.run(["gcc", "-E", "-P", "-DHSR_API=", "-x", "c", "-"], input=without_comments(re.sub(
-        r"#\s*include[^\n]*|#if defined\(__GNUC__\).*?#endif", "", header.read_text(), flags=re.S)), capture_output=True, text=True, check=True)
+    text = subprocess.run(
+        ["gcc", "-E", "-P", "-DHSR_API=", "-x", "c", "-"],
+        input=without_comments(re.sub(r"#\s*include[^\n]*|#if defined\(__GNUC__\).*?#endif", "", header.read_text(), flags=re.S)),
+        capture_output=True, text=True, check=True)
     return text.stdout
 
 

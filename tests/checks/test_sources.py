@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that every source file keeps: includes point down, every C file is built, licence line, white space."""
+"""Rules that every source file keeps: includes point down, every C file is built, licence line, white space, line length."""
 
 import re
 from pathlib import Path
@@ -87,4 +87,13 @@ def test_licence_line_and_white_space():
         if not any("SPDX-License-Identifier: Apache-2.0" in line for line in lines[:2]):
             bad.append(f"{path}: no licence line")
         bad += [f"{path}:{i}: tab or trailing space" for i, line in enumerate(lines, 1) if "\t" in line or line != line.rstrip()]
+    assert not bad
+
+
+def test_lines_are_at_most_140_columns():
+    bad = []
+    files = c_files("runtime", "models", "tests", "cutlass_kernels") + [ROOT / "meson.build"]
+    files += [p for top in ("py", "tools", "tests", "scripts") for p in (ROOT / top).rglob("*") if p.suffix in (".py", ".sh", ".build")]
+    for path in files:
+        bad += [f"{path}:{i}: {len(line)} columns" for i, line in enumerate(path.read_text().splitlines(), 1) if len(line) > 140]
     assert not bad

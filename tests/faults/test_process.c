@@ -351,7 +351,8 @@ static bool workers_inside(void)
         FILE *f = fopen(file, "r");
         if (!f)
             continue;
-        if (fgets(name, sizeof name, f) && strncmp(name, "hsr-", 4) == 0 && sched_getaffinity(atoi(entry->d_name), sizeof theirs, &theirs) == 0) {
+        if (fgets(name, sizeof name, f) && strncmp(name, "hsr-", 4) == 0 &&
+            sched_getaffinity(atoi(entry->d_name), sizeof theirs, &theirs) == 0) {
             CPU_AND(&both, &mine, &theirs);
             inside = inside && CPU_EQUAL(&both, &theirs);
         }

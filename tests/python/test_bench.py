@@ -135,8 +135,9 @@ def test_bounds_are_what_was_measured_over_what_was_counted(path) -> None:
     (("--repeats", "0"), "--repeats"), (("--batch", "1"), "--batch"), (("--limit", "0"), "--limit"), (("--budget", "x"), "--budget"),
     (("--peers", "ollama"), "'ollama' is no peer; known are llama.cpp, openvino"), (("--peers", "openvino,openvino"), "twice"),
     (("--peers", "openvino"), "--peer-model"), (("--peer-python", "openvino"), "PEER=INTERPRETER"),
-    (("--restore", "f", "--fill", "synthetic"), "--restore takes the place"), (("--restore", "f", "--depths", "8"), "--restore takes the place"),
-    (("--save", "f"), "one depth"), (("--save", "f", "--depths", "8,16"), "one depth"), (("--save", "f", "--context", "8", "--batch", "2"), "one"),
+    (("--restore", "f", "--fill", "synthetic"), "--restore takes the place"),
+    (("--restore", "f", "--depths", "8"), "--restore takes the place"), (("--save", "f"), "one depth"),
+    (("--save", "f", "--depths", "8,16"), "one depth"), (("--save", "f", "--context", "8", "--batch", "2"), "one"),
     (("--peer-python", "vllm=/usr/bin/python3"), "'vllm' is no peer"), (("--peer-python", "openvino=python3"), "--peers does not"),
 ])  # fmt: skip
 def test_wrong_usage(arguments, text) -> None:

@@ -69,7 +69,8 @@ def test_candidates_for_everything_are_sketch(path):
     assert np.array_equal(run(path, "cluster", 9000, profile=wide), run(path, "sketch", 9000))
 
 
-@pytest.mark.parametrize("load", [{"threads": 1}, {"chunk": 192}, {"debug_async": True}, {"max_batch": 128}], ids=lambda load: "-".join(load))
+@pytest.mark.parametrize("load", [{"threads": 1}, {"chunk": 192}, {"debug_async": True}, {"max_batch": 128}],
+                         ids=lambda load: "-".join(load))
 def test_bits_do_not_depend_on_how_it_is_computed(path, want, load):
     assert np.array_equal(run(path, "cluster", **load), want)
 

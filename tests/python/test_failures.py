@@ -251,7 +251,8 @@ def test_help_tells_the_truth(path) -> None:
         ({"stop": 5}, "stop must be"), ({"stop": [None]}, "stop must be"), ({"stop_tokens": 5}, "token ids must be a list"),
         ({"logit_bias": "abc"}, "logit_bias must map"), ({"logit_bias": {5, 6}}, "logit_bias must map"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias"), ({"logit_bias": {5: None}}, "logit_bias.5."),
-        ({"ignore_eos": "no"}, "ignore_eos must be True or False"), ({"temperature": None}, "temperature"), ({"context": "5"}, "context"), ({"context": True}, "context"), ({"seed": "a"}, "seed"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False"), ({"temperature": None}, "temperature"),
+        ({"context": "5"}, "context"), ({"context": True}, "context"), ({"seed": "a"}, "seed"),
     ],
 )  # fmt: skip
 def test_options_of_the_wrong_kind_are_named(model, options, text) -> None:

@@ -111,7 +111,8 @@ def test_resident_as_long_as_memory_holds_them(folder, tmp_path):
 
 
 def test_memory_that_is_not_read_in_place_holds_nothing_that_is_promised(folder, tmp_path):
-    options = {"context": 8000, "chunk": 64, "window_size": 64, "rollback_tokens": 64, "cold": str(tmp_path), "cold_size": "1GiB", "hot": "16MiB"}
+    options = {"context": 8000, "chunk": 64, "window_size": 64, "rollback_tokens": 64, "cold": str(tmp_path),
+               "cold_size": "1GiB", "hot": "16MiB"}
     alone, beside = (hs.plan(folder / "q8.hsr", warm=warm, readable_tiers="hot", **options) for warm in (None, "8MiB"))
     together = hs.plan(folder / "q8.hsr", warm="8MiB", **options)
     assert alone.memory_budget == beside.memory_budget == 16 * MIB and together.memory_budget == 24 * MIB

@@ -27,8 +27,8 @@ def test_presets_are_distinct_and_named():
 def test_every_setting_of_a_file_arrives(tmp_path):
     settings = {
         "mode": "sparse", "window_size": 256, "sink_size": 128, "budget": 2048, "sparse_ratio": 0.25, "slice_size": 32,
-        "selector": "minmax", "virtual_tokens": False, "forced_history": 3, "candidates": 8192, "dense_layers": [5, 1, 1], "dense_below": 100,
-        "prefill_dense_below": 2000, "prefill_budget": 512, "layers": {"0": {"mode": "dense"}, "3": {"budget": 64}},
+        "selector": "minmax", "virtual_tokens": False, "forced_history": 3, "candidates": 8192, "dense_layers": [5, 1, 1],
+        "dense_below": 100, "prefill_dense_below": 2000, "prefill_budget": 512, "layers": {"0": {"mode": "dense"}, "3": {"budget": 64}},
         "block_size_coarse": 512, "block_size_fine": 32, "top_k_coarse": 7, "top_k_fine": 9, "seed": 4, "late": "estimate",
     }  # fmt: skip
     profile = read_profile(file(tmp_path, settings))

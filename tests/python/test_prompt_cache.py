@@ -136,7 +136,8 @@ def test_files_of_others_are_left_alone(model, folder, tmp_path) -> None:
 
 
 def test_a_full_disk_costs_the_cache_only(folder, tmp_path) -> None:
-    script = (f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
+    script = (f"import resource, signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+              f"resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))\n"
               f"import hisparse_rt as hs\n"
               f"with hs.load({str(folder / 'tiny.hsr')!r}, threads=1) as m:\n"
               f"    print(hs.generate(m, {FIRST}, max_tokens=12, prompt_cache={str(tmp_path / 'c')!r}, return_details=True).tokens)")
@@ -151,7 +152,8 @@ def test_on_the_command_line(folder, tmp_path) -> None:
     cache, text = tmp_path / "c", "the quick brown fox " * 20
     found = []
     for question in ("jumps?", "sleeps?", "sleeps?"):
-        done = shell.run("generate", folder / "tiny.hsr", "--raw", "-p", text + question, "--max-tokens", 4, "--json", "--prompt-cache", cache)
+        done = shell.run("generate", folder / "tiny.hsr", "--raw", "-p", text + question, "--max-tokens", 4,
+                         "--json", "--prompt-cache", cache)
         assert done.returncode == 0, done.stderr
         found.append(json.loads(done.stdout))
     assert cache.exists() and found[1]["tokens"] == found[2]["tokens"]

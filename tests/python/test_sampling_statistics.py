@@ -77,6 +77,7 @@ def test_bias_moves_the_odds(model):
     with model.session() as session:
         session.append(PROMPT)
         for seed in range(DRAWS):
-            hits += session.generate(max_tokens=1, seed=seed, temperature=1.0, logit_bias={token: 2.0}, return_details=True).tokens[0] == token
+            hits += session.generate(max_tokens=1, seed=seed, temperature=1.0, logit_bias={token: 2.0},
+                                     return_details=True).tokens[0] == token
             session.truncate(len(PROMPT))
     assert abs(hits / DRAWS - p[token]) < 5 * np.sqrt(p[token] * (1 - p[token]) / DRAWS)

@@ -32,7 +32,8 @@ def profile_of(rules: Rules, **changes) -> Profile:
 
 
 def run(model: hs.Model, appends: list[int], rules: Rules, profile=None, **options) -> np.ndarray:
-    with model.session(context=4096, window_size=rules.window, sink_size=rules.sink, profile=profile_of(rules) if profile is None else profile, **options) as s:
+    with model.session(context=4096, window_size=rules.window, sink_size=rules.sink,
+                       profile=profile_of(rules) if profile is None else profile, **options) as s:
         rows, start = [], 0
         for length in appends:
             rows.append(s.logits(IDS[start : start + length]))
@@ -148,7 +149,8 @@ def test_requests_of_different_profiles_share_a_step(paths):
 @pytest.mark.parametrize("changes, name", [
     ({"budget": 0}, "budget"), ({"slice_size": 48}, "slice_size"), ({"sparse_ratio": 1.5}, "sparse_ratio"),
     ({"selector": "sketch"}, "sketch"), ({"selector": "best"}, "best"), ({"block_size_coarse": 100}, "block_size_coarse"),
-    ({"dense_layers": (5,)}, "dense_layers"), ({"layer_budgets": ((9, 64),)}, "layer"), ({"forced_history": -1}, "forced_history"), ({"forced_history": 65}, "forced_history"),
+    ({"dense_layers": (5,)}, "dense_layers"), ({"layer_budgets": ((9, 64),)}, "layer"),
+    ({"forced_history": -1}, "forced_history"), ({"forced_history": 65}, "forced_history"),
 ])
 def test_bad_profiles_are_refused_by_name(paths, changes, name):
     with hs.load(paths / "tiny-q8.hsr", threads=1) as model, pytest.raises((hs.HisparseError, ValueError), match=name):

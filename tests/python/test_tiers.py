@@ -130,7 +130,8 @@ def test_memory_that_is_not_read_in_place_is_no_part_of_the_pool(model_file, col
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_that_fits_never_touches_the_disk(model_file, cold, mode):
-    with hs.load(model_file, threads=2, hot="256MiB", cold=cold, cold_size="64MiB") as model, model.session(**options(mode, "bf16")) as session:
+    with (hs.load(model_file, threads=2, hot="256MiB", cold=cold, cold_size="64MiB") as model,
+          model.session(**options(mode, "bf16")) as session):
         run(session)
         stats = model.stats()
     assert stats.cold_written_bytes == stats.cold_read_bytes == stats.cold_evictions == 0
@@ -309,7 +310,8 @@ def test_forks_share_cold_pages(model_file, cold):
 
 
 def test_refusals_name_the_short_number(model_file, cold):
-    with hs.load(model_file, threads=1, chunk=128, hot="5MiB", cold=cold, cold_size="2MiB") as model, model.session(**options("dense", "bf16")) as session:
+    with (hs.load(model_file, threads=1, chunk=128, hot="5MiB", cold=cold, cold_size="2MiB") as model,
+          model.session(**options("dense", "bf16")) as session):
         before = model.stats()
         with pytest.raises(hs.NoSpaceError, match="MiB"):
             session.append(IDS)
@@ -321,7 +323,8 @@ def test_refusals_name_the_short_number(model_file, cold):
 
 @pytest.mark.parametrize("change, name", [
     ({"readable_tiers": "warm"}, "readable_tiers"), ({"readable_tiers": "hot", "warm": "4MiB"}, "cold_dir"),
-    ({"cold_size": "1MiB"}, "cold_size"), ({"io": "tape"}, "tape"), ({"importance": "x"}, "importance"), ({"io_deadline": 0}, "io_deadline"),
+    ({"cold_size": "1MiB"}, "cold_size"), ({"io": "tape"}, "tape"),
+    ({"importance": "x"}, "importance"), ({"io_deadline": 0}, "io_deadline"),
 ])
 def test_bad_options_are_named(model_file, change, name):
     with pytest.raises((hs.HisparseError, ValueError), match=name):

@@ -67,7 +67,8 @@ void script_add(script *s, act_kind kind, uint64_t n, uint64_t seed, const int32
     static const char *const names[] = { "append", "compute", "fill", "generate", "logits", "truncate", "profile" };
     if (s->n_acts == s->cap)
         s->acts = must(realloc(s->acts, (s->cap = 2 * s->cap + 8) * sizeof *s->acts));
-    s->acts[s->n_acts++] = (act){ kind, s->n_tokens, n, seed, copy_of(ids, n * sizeof *ids), copy_of(values, n_values * sizeof *values), n_values };
+    s->acts[s->n_acts++] = (act){ kind, s->n_tokens, n, seed, copy_of(ids, n * sizeof *ids),
+                                  copy_of(values, n_values * sizeof *values), n_values };
     if (kind == ACT_TRUNCATE)
         s->n_tokens = n;
     else if (kind != ACT_COMPUTE && kind != ACT_PROFILE)

@@ -39,8 +39,8 @@ typedef enum disk_mode {
 } disk_mode;
 #define N_DISK_MODES ((uint64_t)DISK_MIXED + 1)
 
-static const char *const disk_names[] = { "well", "slow", "short", "busy", "read errors", "write errors", "end of file", "corrupt", "full", "hangs",
-                                          "mixed" };
+static const char *const disk_names[] = { "well", "slow", "short", "busy", "read errors", "write errors", "end of file", "corrupt", "full",
+                                          "hangs", "mixed" };
 
 typedef struct user {
     hsr_session *session;
@@ -105,11 +105,13 @@ static void tell_round(const round_state *r)
 {
     const hsr_engine_opts *o = &r->opts;
     fprintf(stderr, "again with: --seed %llu --from %llu --rounds 1 (threads may meet otherwise)\n"
-            "round %llu: %d threads, chunk %d, batch %d, hot %llu MiB, warm %llu MiB, cold %llu MiB%s, io %d, prefetch %d, deadline %d ms, flags %u; "
-            "%u clients%s; disk %s, 1 of %llu from %llu, %llu operations\n",
-            (unsigned long long)soak.seed, (unsigned long long)r->number, (unsigned long long)r->number, o->n_threads, o->chunk_tokens, o->max_batch,
+            "round %llu: %d threads, chunk %d, batch %d, hot %llu MiB, warm %llu MiB, cold %llu MiB%s, io %d, prefetch %d, deadline %d ms, "
+            "flags %u; %u clients%s; disk %s, 1 of %llu from %llu, %llu operations\n",
+            (unsigned long long)soak.seed, (unsigned long long)r->number, (unsigned long long)r->number,
+            o->n_threads, o->chunk_tokens, o->max_batch,
             (unsigned long long)(o->hot_bytes / MIB), (unsigned long long)(o->warm_bytes / MIB), (unsigned long long)(o->cold_bytes / MIB),
-            o->cold_dir ? "" : " (none)", o->io_engine, o->prefetch_depth, o->io_deadline_ms, o->flags, r->n_clients, r->cancels ? ", cancelled" : "",
+            o->cold_dir ? "" : " (none)", o->io_engine, o->prefetch_depth, o->io_deadline_ms, o->flags,
+            r->n_clients, r->cancels ? ", cancelled" : "",
             disk_names[r->disk], (unsigned long long)r->disk_rate, (unsigned long long)r->disk_from, (unsigned long long)r->disk_count);
 }
 
@@ -119,7 +121,8 @@ __attribute__((noreturn, format(printf, 3, 4))) static void found(const round_st
 {
     va_list args;
     if (s)
-        fprintf(stderr, "\nthe session: kv %d, window %d, sink %d, rollback %d, profile %d, index %d\n%s", s->opts.kv_format, s->opts.window_size,
+        fprintf(stderr, "\nthe session: kv %d, window %d, sink %d, rollback %d, profile %d, index %d\n%s",
+                s->opts.kv_format, s->opts.window_size,
                 s->opts.sink_size, s->opts.rollback_tokens, s->opts.profile, s->opts.index_kind, s->story ? s->story : "");
     tell_round(r);
     fprintf(stderr, "FOUND: ");
@@ -280,8 +283,9 @@ static void take_cancel(client *c, user *u)
     const uint64_t n = st.n_tokens, before = u->script.n_computed;
     script_note(&u->script, "  cancelled");
     if (st.status != HSR_OK || st.running || n > u->script.n_tokens || st.n_computed > n || n < before || st.n_computed + 1 < before)
-        found(c->round, &u->script, "after a cancel: status %d, running %d, %llu tokens of %llu, %llu computed of %llu", st.status, st.running,
-              (unsigned long long)n, (unsigned long long)u->script.n_tokens, (unsigned long long)st.n_computed, (unsigned long long)before);
+        found(c->round, &u->script, "after a cancel: status %d, running %d, %llu tokens of %llu, %llu computed of %llu",
+              st.status, st.running, (unsigned long long)n, (unsigned long long)u->script.n_tokens,
+              (unsigned long long)st.n_computed, (unsigned long long)before);
     /* After a rebuild tokens are kept that were sampled before and are not computed again yet: no act of a script either. */
     const uint64_t left = st.n_computed > before && st.n_computed < n ? st.n_computed : n;
     if (script_splits(&u->script, left)) {
@@ -462,7 +466,8 @@ static bool act_compute(client *c, user *u)
     script_add(&u->script, ACT_COMPUTE, 0, 0, NULL, NULL, 0);
     const hsr_session_stats now_has = stats_of(c, u);
     if (now_has.n_computed != u->script.n_computed || now_has.n_tokens != u->script.n_tokens)
-        found(c->round, &u->script, "prefill left %llu of %llu tokens", (unsigned long long)now_has.n_computed, (unsigned long long)now_has.n_tokens);
+        found(c->round, &u->script, "prefill left %llu of %llu tokens",
+              (unsigned long long)now_has.n_computed, (unsigned long long)now_has.n_tokens);
     return true;
 }
 
@@ -516,7 +521,8 @@ static void act_truncate(client *c, user *u)
 {
     if (!all_computed(u))
         return;
-    const uint64_t have = u->script.n_tokens, back = one_in(&c->chance, 3) ? draw(&c->chance, have + 1) : draw(&c->chance, have < 150 ? have + 1 : 150);
+    const uint64_t have = u->script.n_tokens,
+                   back = one_in(&c->chance, 3) ? draw(&c->chance, have + 1) : draw(&c->chance, have < 150 ? have + 1 : 150);
     const hsr_status st = hsr_session_truncate(u->session, have - back, &c->err);
     const bool anywhere = u->script.opts.kv_format <= HSR_KV_BF16 && !c->round->opts.cold_dir;
     script_note(&u->script, "truncate to %llu: %s", (unsigned long long)(have - back), hsr_status_name(st));
@@ -710,8 +716,8 @@ static void *canceller_main(void *arg)
 
 static void register_profiles(const round_state *r, hsr_engine *e)
 {
-    static const int32_t selectors[N_PROFILES] = { 0, HSR_SELECT_MINMAX, HSR_SELECT_SKETCH, HSR_SELECT_CLUSTER, HSR_SELECT_MEAN, HSR_SELECT_CLASSIC,
-                                                   HSR_SELECT_GAUSSIAN, HSR_SELECT_RANDOM, HSR_SELECT_SKETCH };
+    static const int32_t selectors[N_PROFILES] = { 0, HSR_SELECT_MINMAX, HSR_SELECT_SKETCH, HSR_SELECT_CLUSTER, HSR_SELECT_MEAN,
+                                                   HSR_SELECT_CLASSIC, HSR_SELECT_GAUSSIAN, HSR_SELECT_RANDOM, HSR_SELECT_SKETCH };
     hsr_error err = HSR_ERROR_INIT;
     for (int32_t i = 1, id; i < N_PROFILES; i++) {
         hsr_profile p;
@@ -784,8 +790,8 @@ static void check_counters(round_state *r)
         if (hsr_session_create(r->engine, NULL, &s, NULL) == HSR_OK)    /* the engine takes in what has ended */
             hsr_session_destroy(&s, NULL);
     }
-    if (st.n_sessions || st.hot_blocks_used || st.hot_blocks_reserved || st.hot_slots_used || st.pages_open || st.pages_full || st.pages_sealed ||
-        st.cold_pages || st.cold_bytes_used)
+    if (st.n_sessions || st.hot_blocks_used || st.hot_blocks_reserved || st.hot_slots_used || st.pages_open || st.pages_full ||
+        st.pages_sealed || st.cold_pages || st.cold_bytes_used)
         found(r, NULL, "left behind: %d sessions, %llu blocks, %llu reserved, %llu slots, %llu cold pages, %llu cold bytes", st.n_sessions,
               (unsigned long long)st.hot_blocks_used, (unsigned long long)st.hot_blocks_reserved, (unsigned long long)st.hot_slots_used,
               (unsigned long long)st.cold_pages, (unsigned long long)st.cold_bytes_used);
@@ -837,7 +843,8 @@ static void run_round(uint64_t number)
         found(&r, NULL, "engine: %s", err.message);
     register_profiles(&r, r.engine);
     for (uint32_t i = 0; i < r.n_clients; i++)
-        r.clients[i] = (client){ .round = &r, .chance = { hsri_rng_u64(soak.seed, 8 * number + i + 1), 0 }, .number = i, .err = HSR_ERROR_INIT };
+        r.clients[i] = (client){ .round = &r, .chance = { hsri_rng_u64(soak.seed, 8 * number + i + 1), 0 },
+                                 .number = i, .err = HSR_ERROR_INIT };
     run_clients(&r);
     check_counters(&r);
     if (hsr_engine_destroy(&r.engine, &err) != HSR_OK)
@@ -866,10 +873,11 @@ static long resident_kib(void)
 
 static void report(double since, uint64_t round, long kib)
 {
-    printf("%6.0f s  round %llu: %lu sessions, %lu outputs (%llu compared), %lu refused, %lu cancelled, %lu failed, %lu rebuilt, %lu forks, %lu restored, "
-           "%lu damaged; %llu evictions, %llu misses, %lu disturbed, %llu errors; %ld MiB\n", now() - since, (unsigned long long)round, soak.sessions,
-           soak.outputs, (unsigned long long)soak.compared, soak.refusals, soak.cancels, soak.failures, soak.rebuilds, soak.forks, soak.restores,
-           soak.damaged, (unsigned long long)soak.evictions, (unsigned long long)soak.misses, soak.disturbed, (unsigned long long)soak.errors, kib / 1024);
+    printf("%6.0f s  round %llu: %lu sessions, %lu outputs (%llu compared), %lu refused, %lu cancelled, %lu failed, %lu rebuilt, "
+           "%lu forks, %lu restored, %lu damaged; %llu evictions, %llu misses, %lu disturbed, %llu errors; %ld MiB\n", now() - since,
+           (unsigned long long)round, soak.sessions, soak.outputs, (unsigned long long)soak.compared, soak.refusals, soak.cancels,
+           soak.failures, soak.rebuilds, soak.forks, soak.restores, soak.damaged, (unsigned long long)soak.evictions,
+           (unsigned long long)soak.misses, soak.disturbed, (unsigned long long)soak.errors, kib / 1024);
     fflush(stdout);
 }
 

@@ -229,8 +229,10 @@ static inline void fake_run_cluster(fake_device *fake, const fake_op *op)
     const hsri_cluster *list = fake_at(fake, op->src, op->bytes);
     for (uint64_t i = 0; list && i < op->bytes / sizeof *list; i++) {
         const hsri_index_shape *shape = &list[i].index_shape;
-        const uint64_t stride = (uint64_t)op->view->n_layers * op->view->n_kv_heads, head = (uint64_t)list[i].layer * op->view->n_kv_heads + list[i].head;
-        fake_entry *record = fake_at(fake, fake_slot(op->view, list[i].record, hsri_cluster_slot_bytes(shape)), hsri_cluster_layout_of(shape).bytes);
+        const uint64_t stride = (uint64_t)op->view->n_layers * op->view->n_kv_heads,
+                       head = (uint64_t)list[i].layer * op->view->n_kv_heads + list[i].head;
+        fake_entry *record = fake_at(fake, fake_slot(op->view, list[i].record, hsri_cluster_slot_bytes(shape)),
+                                     hsri_cluster_layout_of(shape).bytes);
         if (record)
             memset(record, 0, hsri_cluster_slot_bytes(shape));
         for (uint32_t j = 0; record && j < 2; j++) {
@@ -282,7 +284,8 @@ static inline void fake_init(fake_device *fake)
 {
     *fake = (fake_device){
         .base = {
-            .name = "fake", .ops = { .seal = fake_seal, .cluster = fake_cluster }, .alloc = fake_alloc, .reserve = fake_reserve, .commit = fake_commit,
+            .name = "fake", .ops = { .seal = fake_seal, .cluster = fake_cluster },
+            .alloc = fake_alloc, .reserve = fake_reserve, .commit = fake_commit,
             .decommit = fake_decommit, .free = fake_free, .copy_in = fake_copy_in, .copy_out = fake_copy_out, .copy = fake_copy,
             .wait = fake_wait,
         },

@@ -101,8 +101,8 @@ static inline double sketch_value(const hsri_index_shape *s, const uint8_t *entr
 }
 
 /* Log of the sum over some of a unit's tokens of exp(logit), as the entry has it; `tokens` matters to the sketch alone. */
-static inline double tokens_log_mass(const hsri_index_shape *s, const uint8_t *entry, const float *calibration, uint32_t selector, uint32_t unit,
-                                     uint32_t tokens, const float *q, const float *rotated, double scale)
+static inline double tokens_log_mass(const hsri_index_shape *s, const uint8_t *entry, const float *calibration, uint32_t selector,
+                                     uint32_t unit, uint32_t tokens, const float *q, const float *rotated, double scale)
 {
     uint32_t     d = s->head_dim;
     const float *about = calibration ? calibration + 2 * d * d : NULL;
@@ -138,8 +138,8 @@ static inline double tokens_log_mass(const hsri_index_shape *s, const uint8_t *e
     return scale * mean + 0.25 * scale * scale * variance + log(16);
 }
 
-static inline double unit_log_mass(const hsri_index_shape *s, const uint8_t *entry, const float *calibration, uint32_t selector, uint32_t unit,
-                                   const float *q, const float *rotated, double scale)
+static inline double unit_log_mass(const hsri_index_shape *s, const uint8_t *entry, const float *calibration, uint32_t selector,
+                                   uint32_t unit, const float *q, const float *rotated, double scale)
 {
     return tokens_log_mass(s, entry, calibration, selector, unit, 0xffff, q, rotated, scale);
 }

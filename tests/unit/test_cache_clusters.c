@@ -33,8 +33,8 @@ static void world_init(world *w, hsri_kv_type format)
     fake_queue_init(&w->queue, &w->fake);
     CHECK(hsri_pool_create(&w->fake.base, 512ull << 20, &w->pool, NULL) == HSR_OK);
     hsri_kv_shape_init(&w->shape, w->pool, LAYERS, KV_HEADS, 64);
-    w->opts = (hsri_cache_opts){ .type = HSRI_KV_TYPE_BF16, .format = format, .window_pages = WINDOW, .sink_pages = SINK, .rollback_tokens = 64,
-                                 .chunk_tokens = CHUNK,
+    w->opts = (hsri_cache_opts){ .type = HSRI_KV_TYPE_BF16, .format = format, .window_pages = WINDOW, .sink_pages = SINK,
+                                 .rollback_tokens = 64, .chunk_tokens = CHUNK,
                                  .index = { .kind = HSRI_INDEX_SKETCH, .head_dim = 64, .n_4bit = 24, .clusters = 1 } };
     hsri_index_shape_fill(&w->opts.index);
 }
@@ -82,8 +82,8 @@ static void check_records(world *w, const hsri_cache *cache, uint32_t n)
         const fake_entry *made = record ? fake_at(&w->fake, fake_slot(&w->shape.view, *record, RECORD), 2 * sizeof *made) : NULL;
 
         for (uint32_t j = 0; j < 2 && CHECK(made != NULL); j++)
-            CHECK(made[j].page == SINK + i / LISTS * HSRI_SEGMENT_PAGES + j * (HSRI_SEGMENT_PAGES - 1) && made[j].layer == i % LISTS / KV_HEADS &&
-                  made[j].head == i % KV_HEADS);
+            CHECK(made[j].page == SINK + i / LISTS * HSRI_SEGMENT_PAGES + j * (HSRI_SEGMENT_PAGES - 1) &&
+                  made[j].layer == i % LISTS / KV_HEADS && made[j].head == i % KV_HEADS);
     }
 }
 

@@ -157,7 +157,8 @@ typedef struct record {
 static record read_record(const world *w, const uint8_t *pool, uint32_t i)
 {
     uint32_t n = w->shape.n_4bit + w->shape.n_2bit, d = w->d;
-    record   r = { .at = pool + (uint64_t)(w->records[i] >> 8) * HSRI_BLOCK_BYTES + (uint64_t)(w->records[i] & 255) * hsri_cluster_slot_bytes(&w->shape) };
+    record   r = { .at = pool + (uint64_t)(w->records[i] >> 8) * HSRI_BLOCK_BYTES +
+                         (uint64_t)(w->records[i] & 255) * hsri_cluster_slot_bytes(&w->shape) };
 
     r.n = n < 24 ? n : 24;
     r.mean = (const float *)r.at;
@@ -296,9 +297,11 @@ static void check_scores(const world *w, const record *r, int32_t isa)
             if (r->starts[k] == r->starts[k + 1])
                 CHECK(mass[h][k] == 0.0f);
             else
-                worst = fmax(worst, fabs(log((double)mass[h][k] / (r->starts[k + 1] - r->starts[k])) - (0.125 * logit - (double)references[h])));
+                worst = fmax(worst, fabs(log((double)mass[h][k] / (r->starts[k + 1] - r->starts[k])) -
+                                         (0.125 * logit - (double)references[h])));
         }
-        a = (hsri_cluster_score_args){ r->at, &w->shape, 1, 0.125f, queries + h * d, rotated + h * d, references + h, alone, HSRI_SEGMENT_CLUSTERS };
+        a = (hsri_cluster_score_args){ r->at, &w->shape, 1, 0.125f, queries + h * d, rotated + h * d, references + h,
+                                       alone, HSRI_SEGMENT_CLUSTERS };
         kernels.sparse.cluster.score(&a);
         CHECK(memcmp(alone, mass[h], sizeof alone) == 0);
     }
@@ -312,7 +315,8 @@ static void check_scores(const world *w, const record *r, int32_t isa)
     a = (hsri_cluster_score_args){ r->at, &w->shape, HEADS, 0.125f, queries, rotated, references, mass[0], HSRI_SEGMENT_CLUSTERS };
     kernels.sparse.cluster.score(&a);
     for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++)
-        CHECK(mass[0][k] == 0.0f && mass[2][k] == 0.0f && mass[3][k] == 0.0f && mass[1][k] == (r->starts[k] < r->starts[k + 1] ? HSRI_MASS_MAX : 0.0f));
+        CHECK(mass[0][k] == 0.0f && mass[2][k] == 0.0f && mass[3][k] == 0.0f &&
+              mass[1][k] == (r->starts[k] < r->starts[k + 1] ? HSRI_MASS_MAX : 0.0f));
     free(queries);
     free(rotated);
 }
@@ -331,7 +335,8 @@ static void check_members(const world *w, const record *r, int32_t isa)
     hsri_kernels_fill(&kernels, isa);
     fill_noise(rotated, HEADS * d, 4, 2);
     for (uint32_t i = 0; i < HEADS * HSRI_SEGMENT_CLUSTERS; i++)
-        clusters[i / HSRI_SEGMENT_CLUSTERS][i % HSRI_SEGMENT_CLUSTERS] = (float)ldexp(1 + hsri_rng_unit(8, i), (int)(hsri_rng_u64(9, i) % 40) - 20);
+        clusters[i / HSRI_SEGMENT_CLUSTERS][i % HSRI_SEGMENT_CLUSTERS] = (float)ldexp(1 + hsri_rng_unit(8, i),
+                                                                                      (int)(hsri_rng_u64(9, i) % 40) - 20);
     for (uint32_t i = 0; i < TAKEN; i++)
         taken[i] = 3 * HSRI_SEGMENT_CLUSTERS + i * 10 + (uint32_t)(hsri_rng_u64(7, i) % 10);
     hsri_member_score_args a = { r->at, &w->shape, taken, TAKEN, HEADS, 0.125f, rotated, clusters[0], HSRI_SEGMENT_CLUSTERS, mass[0],
@@ -368,7 +373,8 @@ static void check_members(const world *w, const record *r, int32_t isa)
     for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++)
         clusters[2][k] = HSRI_MASS_MAX;
     rotated[2 * d] = 1e6f;
-    a = (hsri_member_score_args){ r->at, &w->shape, taken, TAKEN, 3, 0.125f, rotated, clusters[0], HSRI_SEGMENT_CLUSTERS, mass[0], HSRI_SEGMENT_UNITS };
+    a = (hsri_member_score_args){ r->at, &w->shape, taken, TAKEN, 3, 0.125f, rotated, clusters[0], HSRI_SEGMENT_CLUSTERS,
+                                  mass[0], HSRI_SEGMENT_UNITS };
     kernels.sparse.cluster.score_members(&a);
     for (uint32_t u = 0; u < HSRI_SEGMENT_UNITS; u++)
         CHECK(mass[0][u] == 0.0f && mass[1][u] == 0.0f && mass[2][u] <= HSRI_MASS_MAX);

@@ -602,8 +602,8 @@ static void check_partials(rig *r, const cache *c, const step *s, float scale, c
     for (uint32_t i = 0; i < n; i += 7) {
         hsri_batch batch = { hsri_at(s->batch.rows, i * sizeof(hsri_row)), s->batch.seqs, 1, N_SEQS };
 
-        r->dev->ops.attend(r->q, &batch, &c->kv, LAYER, N_HEADS, scale, hsri_at(s->queries, (uint64_t)i * N_HEADS * c->d * 4), (hsri_ref){ 0 }, 0, N_GROUPS,
-                           part);
+        r->dev->ops.attend(r->q, &batch, &c->kv, LAYER, N_HEADS, scale, hsri_at(s->queries, (uint64_t)i * N_HEADS * c->d * 4),
+                           (hsri_ref){ 0 }, 0, N_GROUPS, part);
         got = download(r, part, part_bytes(c, 1, N_GROUPS));
         CHECK(memcmp(got, all + (uint64_t)i * N_HEADS * N_GROUPS * one, part_bytes(c, 1, N_GROUPS)) == 0);
         free(got);

@@ -259,7 +259,8 @@ static void test_cut_and_go_on(hsr_model *m, uint64_t n_tokens, int32_t rollback
     for (uint64_t n = 0; n < n_tokens; n++) {
         OK(hsr_session_fork(s, &cut, &err));
         const hsr_status st = hsr_session_truncate(cut, n, &err);
-        CHECK(st == HSR_OK || (st == HSR_E_STATE && n > 0 && n + (uint64_t)rollback < n_tokens && strstr(err.message, "can be taken back")));
+        CHECK(st == HSR_OK || (st == HSR_E_STATE && n > 0 && n + (uint64_t)rollback < n_tokens &&
+                               strstr(err.message, "can be taken back")));
         refused += st == HSR_E_STATE;
         if (n > 0 && st == HSR_OK) {
             OK(hsr_session_generate(cut, &r, &err));
@@ -644,7 +645,8 @@ static void *run_job(void *arg)
     for (int round = 0; round < 3; round++) {
         hsr_event ev = { .struct_size = sizeof ev };
         j->got.n = 0;
-        if (hsr_session_create(j->engine, NULL, &s, &e) < 0 || hsr_session_append(s, ids, 40, &e) < 0 || hsr_session_generate(s, &r, &e) < 0)
+        if (hsr_session_create(j->engine, NULL, &s, &e) < 0 || hsr_session_append(s, ids, 40, &e) < 0 ||
+            hsr_session_generate(s, &r, &e) < 0)
             return NULL;
         while (hsr_session_next(s, &ev, &e) == HSR_OK)
             if (ev.kind == HSR_EVENT_TOKEN)

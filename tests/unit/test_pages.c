@@ -362,7 +362,8 @@ static inputs prepare(world *w, const call *c)
     in.rotated = upload(w, rotated, n * d * sizeof *rotated);
     if (c->op == LIST) {
         in.lists = (hsri_lists){ .units = upload(w, c->units, (uint64_t)c->n_picks * N_KV * c->stride * 4),
-                                 .counts = upload(w, c->counts, (uint64_t)c->n_picks * N_KV * 4), .stride = c->stride, .n_picks = c->n_picks };
+                                 .counts = upload(w, c->counts, (uint64_t)c->n_picks * N_KV * 4),
+                                 .stride = c->stride, .n_picks = c->n_picks };
         in.pick_of = upload(w, c->pick_of, c->n_rows * 4);
     }
     free(rows);
@@ -476,7 +477,8 @@ static float *run_parts(world *w, const call *c, bool waves)
         rows[i].row = i * EVERY;
     memset(poison, 0xA5, bytes);
     hsri_page_parts what = { .of = c->op == DENSE ? HSRI_PARTS_DENSE : HSRI_PARTS_FIXED, .runs = c->op == FIXED_RUNS,
-                             .rows = upload(w, rows, n * sizeof *rows), .parts = upload(w, poison, bytes), .n_rows = n, .n_pages = w->n_pages };
+                             .rows = upload(w, rows, n * sizeof *rows), .parts = upload(w, poison, bytes),
+                             .n_rows = n, .n_pages = w->n_pages };
     if (c->op != DENSE)
         w->dev->ops.page_parts(w->q, &in.batch, &w->kv, LAYER, N_HEADS, 0.25f, in.queries, in.rotated, &what);
     what.of = c->op == DENSE ? HSRI_PARTS_DENSE : HSRI_PARTS_LISTS;

@@ -207,8 +207,10 @@ static void make_clusters(world *w, rig *r)
         for (uint32_t i = 0; i < n_segments * LAYERS * KV_HEADS; i++)
             w->records[seq][i] = (8 + seq) << 8 | i;
         for (uint32_t i = 0; i < n_segments * KV_HEADS; i++) {
-            hsri_cluster one = { .index = index, .first_page = w->sink + i / KV_HEADS * HSRI_SEGMENT_PAGES, .layer = LAYER, .head = (uint16_t)(i % KV_HEADS),
-                                 .record = w->records[seq][(i / KV_HEADS * LAYERS + LAYER) * KV_HEADS + i % KV_HEADS], .index_shape = w->shape };
+            hsri_cluster one = { .index = index, .first_page = w->sink + i / KV_HEADS * HSRI_SEGMENT_PAGES,
+                                 .layer = LAYER, .head = (uint16_t)(i % KV_HEADS),
+                                 .record = w->records[seq][(i / KV_HEADS * LAYERS + LAYER) * KV_HEADS + i % KV_HEADS],
+                                 .index_shape = w->shape };
 
             r->dev->ops.cluster(r->q, &kv, upload(r, &one, sizeof one), 1);
         }
@@ -426,7 +428,8 @@ static double member_logit(const world *w, const uint8_t *record, uint32_t k, ui
 static candidates find_candidates(const world *w, const hsri_kernels *kernels, uint32_t pick, uint32_t kv_head)
 {
     const hsri_pick *p = &w->picks[pick];
-    uint32_t   seq = w->rows[p->row].seq, n_pages = sealed_pages(w, w->rows[p->row].pos) - w->sink, n_segments = n_pages / HSRI_SEGMENT_PAGES;
+    uint32_t   seq = w->rows[p->row].seq, n_pages = sealed_pages(w, w->rows[p->row].pos) - w->sink,
+               n_segments = n_pages / HSRI_SEGMENT_PAGES;
     uint32_t   n = n_segments * HSRI_SEGMENT_CLUSTERS, g = group_of(w), d = w->d, left = w->settings[seq].candidates;
     hsri_cluster_layout at = hsri_cluster_layout_of(&w->shape);
     float     *mass = malloc(HSRI_PICK_ROWS * g * n * sizeof *mass);
@@ -441,8 +444,9 @@ static candidates find_candidates(const world *w, const hsri_kernels *kernels, u
         float        reference = acc[0] + logf(acc[1]);
 
         for (uint32_t segment = 0; segment < n_segments && i / g % HSRI_PICK_STRIDE == 0; segment++)
-            kernels->sparse.cluster.score(&(hsri_cluster_score_args){ cluster_record(w, seq, kv_head, segment), &w->shape, 1, w->scale, w->queries + query * d,
-                                              w->rotated + query * d, &reference, mass + i * n + segment * HSRI_SEGMENT_CLUSTERS, 0 });
+            kernels->sparse.cluster.score(&(hsri_cluster_score_args){ cluster_record(w, seq, kv_head, segment), &w->shape, 1, w->scale,
+                                              w->queries + query * d, w->rotated + query * d, &reference,
+                                              mass + i * n + segment * HSRI_SEGMENT_CLUSTERS, 0 });
         all[i] = 1;
         for (uint32_t k = 0; k < n && i / g % HSRI_PICK_STRIDE == 0; k++)
             all[i] += (double)mass[i * n + k];
@@ -525,7 +529,8 @@ static void check_list(const world *w, const hsri_kernels *kernels, const result
             double       exact = (double)acc[0] + log((double)acc[1]), top = exact, all, seen, left = 0, *o = calloc(d, sizeof *o);
 
             for (uint32_t u = 0; u < n_units; u++) {
-                mass[u] = u < found.n_units ? found.mass[(vote * g + h % g) * found.n_units + u] : log_mass(w, seq, kv_head, first * 4 + u, query);
+                mass[u] = u < found.n_units ? found.mass[(vote * g + h % g) * found.n_units + u]
+                                            : log_mass(w, seq, kv_head, first * 4 + u, query);
                 top = fmax(top, mass[u]);
             }
             all = seen = exp(exact - top);
@@ -651,7 +656,8 @@ static const scenario scenarios[] = {
     { "cluster without clusters", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 0, { 3000 }, 0, 3, 0 },
     { "cluster, short", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 0, { 3000 }, 0, 3, 1000 },
     { "cluster", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 0, { 18000, 9000, 3000 }, 0, 3, 1000 },
-    { "cluster, forced, slices of 2", HSRI_INDEX_SKETCH, 32, 8, 16, 14, 2, 3, HSRI_SELECT_CLUSTER, 2, 40, 4, VIRTUAL, 0, { 17500, 8200 }, 0, 3, 2000 },
+    { "cluster, forced, slices of 2", HSRI_INDEX_SKETCH, 32, 8, 16, 14, 2, 3, HSRI_SELECT_CLUSTER, 2, 40, 4,
+      VIRTUAL, 0, { 17500, 8200 }, 0, 3, 2000 },
     { "cluster, prompt run", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 1, { 128 * 80 }, 0, 3, 1500 },
     { "cluster, beyond range", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 0, { 12000 }, 0, 400, 1000 },
     { "mean", SKETCH24, 6, 1, 2, HSRI_SELECT_MEAN, 4, 40, 0, VIRTUAL, 0, { 6500 }, 0, 3, 0 },

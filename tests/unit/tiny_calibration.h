@@ -32,7 +32,8 @@ static void tiny_layer_calibration(tiny_file *f, uint32_t layer)
 static int tiny_calibration_write(char path[64])
 {
     static const struct { const char *name; uint32_t n; } tensors[] = {
-        { "basis_k", TINY_KV_HEADS * TINY_HEAD_DIM }, { "basis_q", TINY_KV_HEADS * TINY_HEAD_DIM }, { "mean_k", TINY_KV_HEADS }, { "mean_v", TINY_KV_HEADS },
+        { "basis_k", TINY_KV_HEADS * TINY_HEAD_DIM }, { "basis_q", TINY_KV_HEADS * TINY_HEAD_DIM },
+        { "mean_k", TINY_KV_HEADS }, { "mean_v", TINY_KV_HEADS },
     };
     char name[64];
     tiny_file f;

@@ -48,7 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=common.whole(1), metavar="N", help="one depth: the same as --depths N --beyond-trained")
     parser.add_argument("--fill", choices=["synthetic"],
                         help="compute only the first 8192 tokens of a depth and sample the keys and values of the others from them")
-    parser.add_argument("--save", metavar="FILE", help="write the session to FILE before it decodes: one depth, by default one round without limit")
+    parser.add_argument("--save", metavar="FILE",
+                        help="write the session to FILE before it decodes: one depth, by default one round without limit")
     parser.add_argument("--restore", metavar="FILE", help="begin with a saved session in place of a prompt; its length is the depth")
     parser.add_argument("--decode-tokens", type=common.whole(2), default=32, metavar="N",
                         help="tokens to decode at each depth, at least 2 (default: %(default)s)")
@@ -146,8 +147,8 @@ def _saved_length(model: Model, args: argparse.Namespace) -> int:
         n: int = session.stats().n_tokens
     trained = model.info.context_length
     if not args.beyond_trained and n + args.decode_tokens + 1 > trained:
-        raise ContextError(f"{args.restore} has {n} tokens; with {args.decode_tokens} more they pass the {trained} tokens the model was trained "
-                           "for; --beyond-trained allows it")
+        raise ContextError(f"{args.restore} has {n} tokens; with {args.decode_tokens} more they pass the {trained} tokens the model was "
+                           "trained for; --beyond-trained allows it")
     return n
 
 

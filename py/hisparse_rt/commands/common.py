@@ -158,7 +158,8 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def open_model(args: argparse.Namespace) -> Model:
     return load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, hot=args.hot, warm=args.warm, cold=args.cold,
-                cold_size=args.cold_size, readable_tiers=args.readable_tiers, kv=args.kv, profile=args.profile, calibration=args.calibration)
+                cold_size=args.cold_size, readable_tiers=args.readable_tiers, kv=args.kv, profile=args.profile,
+                calibration=args.calibration)
 
 
 def say(text: str) -> None:

@@ -81,7 +81,8 @@ class Truth:
         for layer in range(info.n_layers):
             keys = _whole_pages(session.keys(layer))
             for g in range(info.n_kv_heads):
-                head = Head(keys[:, g], keys[:, g], self.scale, *_basis(self.calibration, layer, g))  # values do not matter for what is read
+                # Values do not matter for what is read.
+                head = Head(keys[:, g], keys[:, g], self.scale, *_basis(self.calibration, layer, g))
                 for row in range(len(queries[layer])):
                     query = Query(head, queries[layer, row, g * share:(g + 1) * share], first + row * stride, setting)
                     found.append(query.outcome(RULES[selector]).recall.mean() if query.selectable else 1.0)

@@ -124,7 +124,8 @@ static uint32_t dense_run_end(const attend_job *job, uint32_t first, uint32_t en
     bool     same_page = !hsri_kv_is_plain(hsri_cpu_seq_of(job, first)->format);
     uint32_t row = first + 1;
 
-    while (row < end && job->rows[row].seq == job->rows[first].seq && (!same_page || hsri_cpu_page_of(job, row) == hsri_cpu_page_of(job, first)))
+    while (row < end && job->rows[row].seq == job->rows[first].seq &&
+           (!same_page || hsri_cpu_page_of(job, row) == hsri_cpu_page_of(job, first)))
         row++;
     return row;
 }

@@ -93,12 +93,16 @@ void hsri_cpu_page_mass_fill(hsri_ops *ops);
 /* Rotating and choosing (sparse.c), and the index's part of sealing: the entry of a page k[64][d], v[64][d], into its slab. scratch:
  * hsri_index_scratch(d) floats. */
 void hsri_cpu_sparse_fill(hsri_ops *ops);
-void hsri_cpu_index_page(const hsri_cpu_device *dev, const hsri_kv_view *kv, const hsri_seal *seal, const float *k, const float *v, float *scratch);
+void hsri_cpu_index_page(const hsri_cpu_device *dev, const hsri_kv_view *kv, const hsri_seal *seal, const float *k, const float *v,
+                         float *scratch);
 
 /* Cluster records (cluster.c). */
 void hsri_cpu_cluster_fill(hsri_ops *ops);
 
-static inline float *hsri_cpu_scratch(const hsri_cpu_device *dev, uint32_t worker) { return dev->scratch + (uint64_t)worker * HSRI_CPU_SCRATCH; }
+static inline float *hsri_cpu_scratch(const hsri_cpu_device *dev, uint32_t worker)
+{
+    return dev->scratch + (uint64_t)worker * HSRI_CPU_SCRATCH;
+}
 
 /* The table of simple operations, and the scratch of one of them (ops.c). */
 void hsri_cpu_ops_fill(hsri_ops *ops);

@@ -50,8 +50,8 @@ typedef struct hsri_kernels {
     /* out[i * out_stride + c] for rows i < n_rows and outputs c of panels [panel0, panel1), only c < w->n written:
      * the product in the order of docs/model-file.md, plus bias[c] if bias is not NULL. x rows are x_stride floats apart;
      * exactly k floats of a row are read (of a prepared row, all of it). */
-    void (*linear[HSRI_N_DTYPES])(const hsri_packed *w, uint32_t panel0, uint32_t panel1, const float *x, uint64_t x_stride, uint32_t n_rows,
-                                  const float *bias, float *out, uint64_t out_stride);
+    void (*linear[HSRI_N_DTYPES])(const hsri_packed *w, uint32_t panel0, uint32_t panel1, const float *x, uint64_t x_stride,
+                                  uint32_t n_rows, const float *bias, float *out, uint64_t out_stride);
     /* out[0..k) = row n of w, decoded */
     void (*unpack_row[HSRI_N_DTYPES])(const hsri_packed *w, uint32_t n, float *out);
     void (*rms_norm)(const float *in, const float *gain, float eps, uint32_t width, float *out);

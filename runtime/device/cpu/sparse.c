@@ -689,8 +689,9 @@ static void run_batch(hsri_cpu_device *dev, select_job *job)
     hsri_cpu_run_items(dev, all_items(job, finish_items), weighing * job->heads_per_kv * job->kv->head_dim / 4, finish_run, job);
 }
 
-static select_job job_of(hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
-                         hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, const hsri_lists *lists)
+static select_job job_of(hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads,
+                         float scale, hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks,
+                         const hsri_lists *lists)
 {
     const uint64_t n = (uint64_t)batch->n_rows * n_heads, n_lists = (uint64_t)lists->n_picks * kv->n_kv_heads;
 
@@ -732,7 +733,8 @@ static void cpu_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
             job.picks[job.n_picks++] = p;
             clear_rows(&job, &p);
         }
-        place_scratch(&job, hsri_cpu_at(dev, scratch, hsri_select_scratch(n_votes, 0, n_heads, kv->n_kv_heads, kv->head_dim, max_pages, clusters)),
+        place_scratch(&job, hsri_cpu_at(dev, scratch,
+                                        hsri_select_scratch(n_votes, 0, n_heads, kv->n_kv_heads, kv->head_dim, max_pages, clusters)),
                       n_votes, max_pages, clusters);
         run_batch(dev, &job);
     }

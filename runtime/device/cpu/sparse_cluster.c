@@ -198,8 +198,8 @@ static uint64_t enter(contest *c, float least)
     return tokens;
 }
 
-/* First by a bar that as many clusters reach as there would be of twice the usual size, since those are worth more: that leaves few. If they
- * have too few tokens, by a lower one, and then all enter. */
+/* First by a bar that as many clusters reach as there would be of twice the usual size, since those are worth more: that leaves few.
+ * If they have too few tokens, by a lower one, and then all enter. */
 static uint64_t enter_best(contest *c, uint32_t limit)
 {
     const hsri_sparse_kernels *kernels = &c->job->dev->kernels.sparse;
@@ -347,7 +347,8 @@ static float sum_chunks(const select_job *job, const float *mass, float *sums)
     return most;
 }
 
-/* Of one head. Its clusters have been scored by a reference that may be higher than its own, and tokens may need one that is higher still. */
+/* Of one head. Its clusters have been scored by a reference that may be higher than its own, and tokens may need one that is
+ * higher still. */
 static void members_raised(const select_job *job, hsri_member_score_args a, float raised, float *sums, float *raises)
 {
     float most = sum_chunks(job, a.mass, sums), cluster_mass[CLUSTERS];

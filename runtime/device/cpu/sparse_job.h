@@ -58,7 +58,8 @@ typedef struct select_job {
     float             *cluster_mass;   /* [vote][head][segments][clusters] */
     float             *cluster_sums, *cluster_raised;   /* [vote][head][segments] */
     float             *cluster_worth;  /* [pick][kv head][segments][clusters] */
-    uint32_t          *cluster_work;   /* [pick][kv head][4][segments][clusters], of which the first become those that are taken, ascending */
+    uint32_t          *cluster_work;   /* [pick][kv head][4][segments][clusters], of which the first become
+                                        * those that are taken, ascending */
     uint32_t          *first_taken;    /* [pick][kv head][segments + 1]: where those of a segment begin among them */
     double            *rest;           /* [vote][head]{ mass of the clusters not taken, its measure as `raised` } */
 } select_job;
@@ -185,8 +186,8 @@ uint32_t hsri_cpu_cluster_segments(const pick_state *p, uint64_t budget);
 /* Which clusters of the segments of all picks are worth their tokens' scores. */
 void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job);
 
-/* Masses of the units of a segment, of tokens of the clusters taken; as of the chunks of its pages, their sums, and how much references were
- * raised. */
+/* Masses of the units of a segment, of tokens of the clusters taken; as of the chunks of its pages, their sums, and how much references
+ * were raised. */
 void hsri_cpu_score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote);
 
 #endif

@@ -309,7 +309,8 @@ HSR_API hsr_status hsr_engine_get_stats(hsr_engine *engine, hsr_engine_stats *st
 #define HSR_LATE_WAIT     0 /* waits: results are those of a run with everything in memory */
 #define HSR_LATE_ESTIMATE 1 /* goes on without it: its tokens become virtual ones, the page is read for later rows, and the statistics count
                                it. What is in memory then decides results. Only where virtual tokens are in use; everything else waits:
-                               longer prompts, dense attention and dense layers, other selectors, layers in which virtual tokens are left out */
+                               longer prompts, dense attention and dense layers, other selectors, layers in which virtual tokens
+                               are left out */
 
 typedef struct hsr_profile {
     uint32_t struct_size;
@@ -318,11 +319,11 @@ typedef struct hsr_profile {
     int32_t  budget;               /* tokens attended per query and kv head besides sink and window; rounded up to slices; >= 16 */
     float    sparse_ratio;         /* > 0: the budget is at least this share of the tokens outside sink and window; in [0, 1] */
     int32_t  slice_size;           /* 16, 32 or 64 tokens chosen together */
-    int32_t  virtual_tokens;       /* nonzero: what is not attended counts with its estimated mass and mean value. Needs selector sketch or cluster;
-                                      left out in layers where calibration found that it harms */
+    int32_t  virtual_tokens;       /* nonzero: what is not attended counts with its estimated mass and mean value. Needs selector sketch or
+                                      cluster; left out in layers where calibration found that it harms */
     int32_t  forced_history;       /* pages of 64 tokens of the highest attention mass so far that rows outside whole prompt runs attend
-                                      beside the budget, per layer and kv head; 0..64. The session then keeps the mass of its pages, from the
-                                      time it has such a profile on; a restored or rebuilt one starts over */
+                                      beside the budget, per layer and kv head; 0..64. The session then keeps the mass of its pages,
+                                      from the time it has such a profile on; a restored or rebuilt one starts over */
     int32_t  candidates;           /* cluster: tokens whose sketches are scored; 0: 4096 */
     int32_t  dense_below;          /* queries at positions below this attend densely */
     int32_t  prefill_dense_below;  /* prompt runs of 128 tokens below this position attend densely */
@@ -330,7 +331,8 @@ typedef struct hsr_profile {
     int32_t  block_size_coarse;    /* classic: tokens, multiple of 64 */
     int32_t  block_size_fine;      /* classic: tokens, 16, 32 or 64 */
     int32_t  top_k_coarse;         /* classic: coarse blocks kept */
-    int32_t  top_k_fine;           /* classic: fine blocks kept, on average per coarse block: top_k_coarse * top_k_fine in all, within the budget */
+    int32_t  top_k_fine;           /* classic: fine blocks kept, on average per coarse block: top_k_coarse * top_k_fine in all,
+                                      within the budget */
     uint32_t n_dense_layers;       /* layers that always attend densely */
     uint32_t n_layer_budgets;      /* length of layer_budgets: 0 or the number of layers */
     const int32_t *dense_layers;   /* copied */
@@ -345,7 +347,8 @@ HSR_API void hsr_profile_init(hsr_profile *profile, uint32_t struct_size);
 
 /** Register a profile with an engine; sessions and requests then name it by its id. Profiles live as long as the engine; id 0 exists
  *  from the start and is dense. At most 4096.
- *  @return HSR_OK; HSR_E_INVALID names the field; HSR_E_UNSUPPORTED (selector sketch or cluster without a calibration); HSR_E_NOSPACE; HSR_E_NOMEM
+ *  @return HSR_OK; HSR_E_INVALID names the field; HSR_E_UNSUPPORTED (selector sketch or cluster without a calibration);
+ *          HSR_E_NOSPACE; HSR_E_NOMEM
  *  @since 0.1  @threads any  @blocks for at most one step  @alloc yes */
 HSR_API hsr_status hsr_profile_register(hsr_engine *engine, const hsr_profile *profile, int32_t *id, hsr_error *err);
 
@@ -498,7 +501,8 @@ HSR_API hsr_status hsr_session_logits(hsr_session *session, const int32_t *ids, 
  *  with HSR_E_CANCELLED by returning nonzero; what is computed stays, and so does the request.
  *  @return HSR_OK, HSR_E_CANCELLED (by the callback or by hsr_session_cancel), HSR_E_BUSY, or why the session failed
  *  @since 0.1  @threads session  @blocks while computing  @alloc no */
-HSR_API hsr_status hsr_session_prefill(hsr_session *session, int32_t (*progress)(void *user, uint64_t done, uint64_t total), void *user, hsr_error *err);
+HSR_API hsr_status hsr_session_prefill(hsr_session *session, int32_t (*progress)(void *user, uint64_t done, uint64_t total),
+                                       void *user, hsr_error *err);
 
 /** End the work that a session has now, at the end of a step under way: the running request gets a FAILED event with
  *  HSR_E_CANCELLED; tokens that were appended but not computed are dropped, and the call that waits for them, or the next one
@@ -548,7 +552,8 @@ typedef struct hsr_session_stats {
     int32_t    profile;         /* in use */
     uint64_t   index_bytes;     /* bytes of index slabs held */
     uint64_t   sparse_rows;     /* rows computed with a selection of their own (decode rows) */
-    double     covered;         /* estimated share of the attention mass that the last such row attended, mean over layers and heads; NaN: none yet */
+    double     covered;         /* estimated share of the attention mass that the last such row attended, mean over layers and heads;
+                                   NaN: none yet */
     double     covered_mean;    /* the same over all such rows */
     double     attended_tokens; /* tokens that the last such row attended, mean over layers and kv heads */
     uint64_t   estimated_pages; /* pages of one layer and kv head that such rows did not wait for (HSR_LATE_ESTIMATE), each time */
@@ -569,13 +574,14 @@ HSR_API hsr_status hsr_session_get_stats(hsr_session *session, hsr_session_stats
  *  @param size floats that fit in out
  *  @return HSR_OK; HSR_E_INVALID, HSR_E_STATE (work under way), HSR_E_NOMEM, HSR_E_BUSY
  *  @since 0.1  @threads session  @blocks for at most one step  @alloc yes */
-HSR_API hsr_status hsr_session_observe(hsr_session *session, int32_t what, int32_t layer, uint64_t first, uint64_t n, float *out, uint64_t size, hsr_error *err);
+HSR_API hsr_status hsr_session_observe(hsr_session *session, int32_t what, int32_t layer, uint64_t first, uint64_t n,
+                                       float *out, uint64_t size, hsr_error *err);
 
 /** Append n positions whose keys and values are sampled (seeded) from those the session has computed, turned to their new places: for
  *  measuring long contexts without hours of prefill. They go through the same pages, formats, index and tiers; what the model says
  *  afterwards means nothing.
- *  @return HSR_OK; HSR_E_STATE (nothing computed yet, or work under way), HSR_E_CONTEXT, HSR_E_NOSPACE, HSR_E_NOMEM, HSR_E_BUSY; on a failure
- *          part-way the positions appended so far stay
+ *  @return HSR_OK; HSR_E_STATE (nothing computed yet, or work under way), HSR_E_CONTEXT, HSR_E_NOSPACE, HSR_E_NOMEM, HSR_E_BUSY;
+ *          on a failure part-way the positions appended so far stay
  *  @since 0.1  @threads session  @blocks while it appends; other sessions wait  @alloc yes */
 HSR_API hsr_status hsr_session_fill(hsr_session *session, uint64_t n, uint64_t seed, hsr_error *err);
 
@@ -608,7 +614,8 @@ HSR_API hsr_status hsr_session_tokens(hsr_session *session, uint64_t first, int3
  *  @return HSR_OK; HSR_E_STATE (a request is running, appended tokens are not computed yet, or the session failed), HSR_E_IO (also a
  *          full disk), HSR_E_INVALID (the path is a folder or a device), HSR_E_CANCELLED, HSR_E_NOMEM, HSR_E_BUSY
  *  @since 0.1  @threads session  @blocks on the file, and between steps  @alloc yes */
-HSR_API hsr_status hsr_session_save(hsr_session *session, const char *path, int32_t (*progress)(void *user, uint64_t done, uint64_t total), void *user, hsr_error *err);
+HSR_API hsr_status hsr_session_save(hsr_session *session, const char *path, int32_t (*progress)(void *user, uint64_t done, uint64_t total),
+                                    void *user, hsr_error *err);
 
 /* What may be chosen anew; everything else is as the session was created. */
 typedef struct hsr_restore_opts {
@@ -631,7 +638,8 @@ HSR_API void hsr_restore_opts_init(hsr_restore_opts *opts, uint32_t struct_size)
  *  @return HSR_OK; HSR_E_IO, HSR_E_FORMAT (damaged, cut short, or saved with another model or calibration), HSR_E_VERSION,
  *          HSR_E_CONTEXT, HSR_E_NOSPACE (the memory budgets or max_sessions), HSR_E_UNSUPPORTED, HSR_E_INVALID, HSR_E_NOMEM
  *  @since 0.1  @threads any  @blocks on the file, and between steps  @alloc yes */
-HSR_API hsr_status hsr_session_restore(hsr_engine *engine, const char *path, const hsr_restore_opts *opts, hsr_session **session, hsr_error *err);
+HSR_API hsr_status hsr_session_restore(hsr_engine *engine, const char *path, const hsr_restore_opts *opts,
+                                       hsr_session **session, hsr_error *err);
 
 /* ---- planning ------------------------------------------------------------------------------------------------- */
 
@@ -652,7 +660,8 @@ typedef struct hsr_plan_result {
     uint64_t weight_bytes;      /* mapped from the file, shared with other processes */
     uint64_t scratch_bytes;     /* for computing */
     /* for one session, full */
-    uint64_t plain_bytes;       /* slots of pages as they are written: all pages, or with an encoded format or a cold tier the most recent */
+    uint64_t plain_bytes;       /* slots of pages as they are written: all pages, or with an encoded format or
+                                   a cold tier the most recent */
     uint64_t sealed_bytes;      /* slots of all others */
     uint64_t index_bytes;       /* what selectors scan */
     uint64_t table_bytes;       /* page tables and token ids; beside the budgets */
@@ -660,7 +669,8 @@ typedef struct hsr_plan_result {
     /* for all sessions, full, as they are admitted; if they do not fit, what they would need */
     uint64_t memory_bytes, memory_budget;
     uint64_t cold_bytes, cold_budget;
-    uint64_t total_bytes;       /* the process at most: weights, scratch, tables, and KV memory, with a cold tier as far as the budget goes */
+    uint64_t total_bytes;       /* the process at most: weights, scratch, tables, and KV memory, with a cold tier
+                                   as far as the budget goes */
 } hsr_plan_result;
 
 /** What n_sessions sessions (1..65536) with these options, each filled to its context, need, and whether an engine with these options
@@ -673,7 +683,8 @@ typedef struct hsr_plan_result {
  *  @param plan     filled, also if the plan does not fit
  *  @return HSR_OK, fitting or not; HSR_E_INVALID, HSR_E_CONTEXT, HSR_E_UNSUPPORTED, HSR_E_IO (cold_dir without cold_bytes), HSR_E_NOMEM
  *  @since 0.1  @threads any  @blocks no  @alloc yes */
-HSR_API hsr_status hsr_plan(const hsr_model_info *model, const hsr_engine_opts *engine, const hsr_session_opts *session, uint32_t n_sessions, hsr_plan_result *plan, hsr_error *err);
+HSR_API hsr_status hsr_plan(const hsr_model_info *model, const hsr_engine_opts *engine, const hsr_session_opts *session,
+                            uint32_t n_sessions, hsr_plan_result *plan, hsr_error *err);
 
 #ifdef __cplusplus
 }

@@ -27,8 +27,10 @@ static inline float to_bytes(const float *weights, uint32_t n, int32_t *quads, i
     float   largest;
 
     UNROLL for (uint32_t i = 0; i < 2; i++)
-        half[i] = _mm512_maskz_loadu_ps(n >= 16 * i + 16 ? 0xffff : n <= 16 * i ? 0 : (__mmask16)((1u << (n - 16 * i)) - 1), weights + 16 * i);
-    most = _mm512_max_ps(_mm512_abs_ps(half[0]), _mm512_max_ps(_mm512_abs_ps(half[1]), _mm512_setzero_ps()));   /* the second, if the first is NaN */
+        half[i] = _mm512_maskz_loadu_ps(n >= 16 * i + 16 ? 0xffff : n <= 16 * i ? 0 : (__mmask16)((1u << (n - 16 * i)) - 1),
+                                        weights + 16 * i);
+    /* The second, if the first is NaN. */
+    most = _mm512_max_ps(_mm512_abs_ps(half[0]), _mm512_max_ps(_mm512_abs_ps(half[1]), _mm512_setzero_ps()));
     largest = _mm512_reduce_max_ps(most);
     UNROLL for (uint32_t i = 0; i < 2; i++) {
         __m512 by = _mm512_set1_ps(largest > 0x1p-100f && largest < INFINITY ? 127.0f / largest : 0.0f), x = _mm512_mul_ps(half[i], by);
@@ -68,15 +70,16 @@ static inline __m512 exp2_16(__m512 x)
     return _mm512_scalef_ps(_mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0017247f)), x);
 }
 
-INLINE void score_vectors(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, const cluster_head *heads, uint32_t h0, uint32_t n,
-                          uint32_t n_sets)
+INLINE void score_vectors(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, const cluster_head *heads, uint32_t h0,
+                          uint32_t n, uint32_t n_sets)
 {
     const __m512i   low4 = _mm512_set1_epi8(15);
     const uint8_t  *codes = a->record + at->codes;
     const uint16_t *starts = (const uint16_t *)(a->record + at->starts);
 
     for (uint32_t v = 0; v < VECTORS; v++) {
-        __m256i from = _mm256_loadu_si256((const __m256i *)(starts + 16 * v)), to = _mm256_loadu_si256((const __m256i *)(starts + 16 * v + 1));
+        __m256i from = _mm256_loadu_si256((const __m256i *)(starts + 16 * v)),
+                to = _mm256_loadu_si256((const __m256i *)(starts + 16 * v + 1));
         __m512  tokens = _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(_mm256_sub_epi16(to, from)));
         __mmask16 some = _mm512_cmp_ps_mask(tokens, _mm512_setzero_ps(), _CMP_GT_OQ);
         __m512i sums[HEADS];
@@ -138,7 +141,8 @@ static void score_clusters_512(const hsri_cluster_score_args *a)
 
 #define AHEAD 8u                /* clusters that are fetched before their turn */
 
-/* As cluster_head, of tokens: log 2 of what one has more than its centre = product times step, plus base, all times the cluster's spread. */
+/* As cluster_head, of tokens: log 2 of what one has more than its centre = product times step, plus base, all times the
+ * cluster's spread. */
 static void prepare_members(const hsri_member_score_args *a, const hsri_cluster_layout *at, uint32_t h, cluster_head *head)
 {
     const float *scales = (const float *)(a->record + at->token_scales), *rotated = a->rotated + (uint64_t)h * a->shape->head_dim;
@@ -171,7 +175,8 @@ static inline void fetch_members(const hsri_member_score_args *a, const hsri_clu
         _mm_prefetch((const char *)(a->record + at->positions + first * 2), _MM_HINT_T0);
         for (uint32_t s = 0; s < n_sets; s++)
             for (uint32_t line = 0; line < 2; line++)
-                _mm_prefetch((const char *)(a->record + at->tokens + ((uint64_t)s * HSRI_SEGMENT_TOKENS + first) * 4 + 64 * line), _MM_HINT_T0);
+                _mm_prefetch((const char *)(a->record + at->tokens + ((uint64_t)s * HSRI_SEGMENT_TOKENS + first) * 4 + 64 * line),
+                             _MM_HINT_T0);
     }
 }
 
@@ -194,7 +199,8 @@ INLINE void member_masses(const int32_t *codes, __mmask16 mask, const cluster_he
         }
     }
     UNROLL for (uint32_t h = 0; h < n; h++) {
-        __m512 log = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[h]), _mm512_set1_ps(heads[h].step * spread), _mm512_set1_ps(heads[h].base * spread));
+        __m512 log = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[h]), _mm512_set1_ps(heads[h].step * spread),
+                                     _mm512_set1_ps(heads[h].base * spread));
 
         /* Not infinite: the centre may have no mass. */
         mass[h] = _mm512_mul_ps(exp2_16(_mm512_min_ps(log, _mm512_set1_ps(126.0f))), _mm512_set1_ps(each[h]));

@@ -438,7 +438,8 @@ static uint32_t reach_512(const float *x, uint32_t n, float least, uint32_t *out
     uint32_t n_out = 0;
 
     for (uint32_t i = 0; i < n; i += 16, at = _mm512_add_epi32(at, _mm512_set1_epi32(16))) {
-        __mmask16 in = _mm512_mask_cmp_ps_mask(first16(n - i), _mm512_maskz_loadu_ps(first16(n - i), x + i), _mm512_set1_ps(least), _CMP_GE_OQ);
+        __mmask16 in = _mm512_mask_cmp_ps_mask(first16(n - i), _mm512_maskz_loadu_ps(first16(n - i), x + i),
+                                               _mm512_set1_ps(least), _CMP_GE_OQ);
         uint32_t  found = (uint32_t)__builtin_popcount(in);
 
         if (in)
