@@ -86,13 +86,8 @@ class Conversation:
             self._session = self.model.session(**self._options)
         if self._session.stats().status < 0:  # an earlier turn failed, such as one whose pages could not be read back
             self._session.rebuild()
-        held = self._session._tokens()
-        n = min(len(held), len(ids))
-        differing = np.flatnonzero(held[:n] != ids[:n])
-        same = int(differing[0]) if differing.size else n
         try:
-            if same < len(held):
-                self._session.truncate(same)
+            same = self._session._cut_to_beginning_of(ids)
         except StateError:  # too far back for its key-value format
             self.close()
             self._session, same = self.model.session(**self._options), 0

@@ -95,13 +95,8 @@ def _keep(session: Session, path: Path) -> None:
 
 def _cut(session: Session, ids: npt.NDArray[np.int32]) -> Session | None:
     """The session with only those of its tokens that begin `ids`; None, and it is closed, if that is too far back."""
-    held = session._tokens()
-    n = min(len(held), len(ids))
-    differing = np.flatnonzero(held[:n] != ids[:n])
-    same = int(differing[0]) if differing.size else n
     try:
-        if same < len(held):
-            session.truncate(same)
+        session._cut_to_beginning_of(ids)
     except StateError:
         session.close()
         return None

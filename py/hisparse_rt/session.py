@@ -389,6 +389,16 @@ class Session:
         self._call(lib.hsr_session_tokens, first, ffi.from_buffer("int32_t[]", ids, require_writable=True), n)
         return ids[:int(n[0])]
 
+    def _cut_to_beginning_of(self, ids: npt.NDArray[np.int32]) -> int:
+        """Forget the tokens that do not begin `ids`; return how many are left. StateError if they are too far back."""
+        held = self._tokens()
+        n = min(len(held), len(ids))
+        differing = np.flatnonzero(held[:n] != ids[:n])
+        same = int(differing[0]) if differing.size else n
+        if same < len(held):
+            self.truncate(same)
+        return same
+
     # What a Stream does with its session.
 
     def _begin(self, request: Any) -> None:
