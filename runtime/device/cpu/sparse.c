@@ -134,11 +134,12 @@ const uint8_t *hsri_cpu_index_entry(const select_job *job, const hsri_seq *seq, 
            (uint64_t)(page % seq->index_shape.per_slab) * seq->index_shape.entry_bytes;
 }
 
-/* Entries of n pages from `first` on; without an index they stay unset. */
-static void find_entries(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t first, uint32_t n, const uint8_t **entries)
+/* Entries of n pages of a list from `first` on; without an index they stay unset. */
+static void find_entries(const select_job *job, const pick_state *p, uint32_t kv_head, const page_list *l, uint32_t first, uint32_t n,
+                         const uint8_t **entries)
 {
     for (uint32_t i = 0; i < n && p->seq->index_shape.kind != HSRI_INDEX_NONE; i++)
-        entries[i] = hsri_cpu_index_entry(job, p->seq, kv_head, p->first_page + first + i);
+        entries[i] = hsri_cpu_index_entry(job, p->seq, kv_head, page_at(l, first + i));
 }
 
 /* ---- score ---- */
@@ -224,7 +225,7 @@ static void score_vote(const select_job *job, const chunk *c, uint32_t vote)
 {
     const pick_state *p = c->pick;
     uint32_t          head = c->kv_head * job->heads_per_kv;
-    uint64_t          mass = mass_at(job, p, vote, head) + c->first * HSRI_PAGE_UNITS, chunks = chunk_at(job, p, vote, head) + c->index;
+    uint64_t          mass = mass_at(job, p, vote, head) + c->at * HSRI_PAGE_UNITS, chunks = chunk_at(job, p, vote, head) + c->part;
 
     for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
         uint64_t           at = chunks + h0 * job->max_chunks;
@@ -236,18 +237,7 @@ static void score_vote(const select_job *job, const chunk *c, uint32_t vote)
     }
 }
 
-static uint32_t pages_of_chunk(const pick_state *p, uint32_t i)
-{
-    return (uint32_t)hsri_min(HSRI_SCORE_PAGES, p->n_pages - i * HSRI_SCORE_PAGES);
-}
-
-static measure measure_of(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
-{
-    uint64_t at = chunk_at(job, p, vote, head);
-
-    return measure_chunks(job->mass + mass_at(job, p, vote, head), job->sums + at, job->raised + at, p->n_chunks,
-                          reference_of(job, row_of_vote(p, vote), head));
-}
+static uint32_t pages_of_chunk(uint32_t n_pages, uint32_t i) { return (uint32_t)hsri_min(HSRI_SCORE_PAGES, n_pages - i * HSRI_SCORE_PAGES); }
 
 /* Of each kv head, segments whose clusters say what to score, then chunks of the pages behind them. */
 static uint32_t head_items(const pick_state *p) { return p->n_segments + p->n_chunks - p->n_segments * SEGMENT_CHUNKS; }
@@ -257,12 +247,18 @@ static uint64_t score_items(const select_job *job, const pick_state *p)
     return p->scored ? (uint64_t)job->kv->n_kv_heads * head_items(p) : 0;
 }
 
-static void score_pages(const select_job *job, chunk *c)
+/* Chunk i of the pages behind the segments. */
+static void score_pages(const select_job *job, chunk *c, uint32_t i)
 {
-    c->first = c->index * HSRI_SCORE_PAGES;
-    c->n_pages = pages_of_chunk(c->pick, c->index);
+    const pick_state *p = c->pick;
+    const page_list   all = { .first_page = p->first_page }, l = hsri_cpu_pages_of(job, p, c->kv_head);
+
+    c->part = p->n_segments + i;
+    c->at = l.n_clustered + i * HSRI_SCORE_PAGES;
+    c->first = p->n_segments * HSRI_SEGMENT_PAGES + i * HSRI_SCORE_PAGES;
+    c->n_pages = (uint32_t)hsri_min(HSRI_SCORE_PAGES, p->n_pages - c->first);
     c->calibration = hsri_cpu_calibration(job->dev, job->kv, job->layer, c->kv_head);
-    find_entries(job, c->pick, c->kv_head, c->first, c->n_pages, c->entries);
+    find_entries(job, p, c->kv_head, &all, c->first, c->n_pages, c->entries);
     for (uint32_t vote = 0; vote < c->pick->n_votes; vote++)
         score_vote(job, c, vote);
 }
@@ -274,36 +270,58 @@ static void score_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
     for (uint64_t item = first; item < end; item++) {
         uint64_t i = item;
         chunk    c = { .pick = find_pick(job, &i, score_items), .scratch = hsri_cpu_scratch(job->dev, worker) };
-        uint32_t of_head = (uint32_t)(i % head_items(c.pick)), n_segments = c.pick->n_segments;
+        uint32_t part = (uint32_t)(i % head_items(c.pick)), n_segments = c.pick->n_segments;
 
         c.kv_head = (uint32_t)(i / head_items(c.pick));
-        for (uint32_t vote = 0; vote < c.pick->n_votes && of_head < n_segments; vote++)
-            hsri_cpu_score_members(job, c.pick, c.kv_head, of_head, vote);
-        c.index = of_head - n_segments + n_segments * SEGMENT_CHUNKS;
-        if (of_head >= n_segments)
-            score_pages(job, &c);
+        if (part < n_segments)
+            hsri_cpu_score_segment(job, c.pick, c.kv_head, part, c.scratch);
+        else
+            score_pages(job, &c, part - n_segments);
     }
 }
 
 /* ---- choose ---- */
 
-/* Worth of each unit: its probability, summed over the voting rows and the heads of the group. */
-static void weigh_units(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth)
-{
-    memset(worth, 0, (uint64_t)p->n_pages * HSRI_PAGE_UNITS * sizeof *worth);
-    for (uint32_t vote = 0; vote < p->n_votes && p->scored; vote++) {
-        for (uint32_t h = 0; h < job->heads_per_kv; h++) {
-            measure m = measure_of(job, p, vote, kv_head * job->heads_per_kv + h);
+/* What one list is chosen from. Numbers of pages, units and slices are those in the page list. */
+typedef struct choice {
+    const select_job *job;
+    const pick_state *p;
+    uint32_t  kv_head;
+    page_list pages;
+    float    *worth;        /* [units] */
+    uint32_t *work;         /* [units] */
+    uint8_t  *chosen;       /* [pages], a bit for each unit */
+} choice;
 
-            for (uint32_t i = 0; i < p->n_chunks && m.all > 0.0; i++) {
-                uint64_t at = (uint64_t)i * CHUNK_UNITS, n = (uint64_t)pages_of_chunk(p, i) * HSRI_PAGE_UNITS;
+static measure measure_of(const choice *c, uint32_t vote, uint32_t head)
+{
+    const select_job *job = c->job;
+    uint64_t          at = chunk_at(job, c->p, vote, head);
+
+    return measure_chunks(job->mass + mass_at(job, c->p, vote, head), job->sums + at, job->raised + at, c->pages.n_chunks,
+                          reference_of(job, row_of_vote(c->p, vote), head));
+}
+
+/* Worth of each unit: its probability, summed over the voting rows and the heads of the group. */
+static void weigh_units(const choice *c)
+{
+    const select_job *job = c->job;
+    float            *worth = c->worth;
+
+    memset(worth, 0, (uint64_t)c->pages.n_pages * HSRI_PAGE_UNITS * sizeof *worth);
+    for (uint32_t vote = 0; vote < c->p->n_votes && c->p->scored; vote++) {
+        for (uint32_t h = 0; h < job->heads_per_kv; h++) {
+            measure m = measure_of(c, vote, c->kv_head * job->heads_per_kv + h);
+
+            for (uint32_t i = 0; i < c->pages.n_chunks && m.all > 0.0; i++) {
+                uint64_t at = (uint64_t)i * CHUNK_UNITS, n = (uint64_t)pages_of_chunk(c->pages.n_pages, i) * HSRI_PAGE_UNITS;
 
                 job->dev->kernels.sparse.add_scaled(worth + at, (float)(chunk_factor(&m, i) / m.all), m.mass + at, n);
             }
         }
     }
     /* Where clusters say what is looked at, units without such tokens do not compete. */
-    for (uint32_t u = 0; u < p->n_segments * HSRI_SEGMENT_UNITS; u++)
+    for (uint32_t u = 0; u < c->pages.n_clustered * HSRI_PAGE_UNITS; u++)
         worth[u] = worth[u] > 0.0f ? worth[u] : HSRI_NO_WORTH;
 }
 
@@ -327,17 +345,19 @@ static float block_worth(const measure *m, uint32_t first, uint32_t end)
 }
 
 /* The first of the classic rule's two steps: units outside the best coarse blocks lose their worth. */
-static void keep_coarse(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth, uint32_t *work)
+static void keep_coarse(const choice *c)
 {
+    const select_job *job = c->job;
+    const pick_state *p = c->p;
     uint32_t size = p->settings->coarse_pages ? p->settings->coarse_pages : 1, end;
     uint32_t n_blocks = (p->first_page + p->n_pages - 1) / size - p->first_page / size + 1;
-    float   *blocks = (float *)work;
+    float   *blocks = (float *)c->work;
     hsri_top top;
 
     memset(blocks, 0, n_blocks * sizeof *blocks);
     for (uint32_t vote = 0; vote < p->n_votes; vote++) {
-        for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
-            measure m = measure_of(job, p, vote, h);
+        for (uint32_t h = c->kv_head * job->heads_per_kv; h < (c->kv_head + 1) * job->heads_per_kv; h++) {
+            measure m = measure_of(c, vote, h);
 
             for (uint32_t b = 0; b < n_blocks; b++) {
                 uint32_t first = block_span(p, size, b, &end);
@@ -346,57 +366,73 @@ static void keep_coarse(const select_job *job, const pick_state *p, uint32_t kv_
             }
         }
     }
-    top = hsri_top_of(&job->dev->kernels.sparse, blocks, n_blocks, p->settings->top_coarse, work + n_blocks);
+    top = hsri_top_of(&job->dev->kernels.sparse, blocks, n_blocks, p->settings->top_coarse, c->work + n_blocks);
     for (uint32_t b = 0; b < n_blocks; b++)
         if (!hsri_top_takes(&top, blocks[b]))
             for (uint32_t u = block_span(p, size, b, &end) * HSRI_PAGE_UNITS; u < end * HSRI_PAGE_UNITS; u++)
-                worth[u] = HSRI_NO_WORTH;
+                c->worth[u] = HSRI_NO_WORTH;
+}
+
+/* The number of a page in the list, n_pages if it is not there. */
+static uint32_t find_page(const page_list *l, uint32_t page)
+{
+    uint32_t low = 0, high = l->n_pages;
+
+    while (low < high) {
+        uint32_t middle = low + (high - low) / 2;
+
+        if (page_at(l, middle) < page)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low < l->n_pages && page_at(l, low) == page ? low : l->n_pages;
 }
 
 /* Forced pages are chosen whole, and units of them no longer compete. */
-static void choose_forced(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth, uint8_t *chosen)
+static void choose_forced(const choice *c)
 {
-    const hsri_sparse *s = p->settings;
-    const uint32_t    *forced = s->n_forced ? hsri_cpu_at(job->dev, s->forced, 0) : NULL;
+    const hsri_sparse *s = c->p->settings;
+    const uint32_t    *forced = s->n_forced ? hsri_cpu_at(c->job->dev, s->forced, 0) : NULL;
 
-    memset(chosen, 0, p->n_pages);
-    if (!forced)
-        return;
-    forced += ((uint64_t)job->layer * job->kv->n_kv_heads + kv_head) * s->n_forced;
+    memset(c->chosen, 0, c->pages.n_pages);
     for (uint32_t i = 0; i < s->n_forced; i++) {
-        uint32_t page = forced[i] - p->first_page;
+        uint32_t page = find_page(&c->pages, forced[((uint64_t)c->job->layer * c->job->kv->n_kv_heads + c->kv_head) * s->n_forced + i]);
 
-        if (forced[i] < p->first_page || page >= p->n_pages)
+        if (page == c->pages.n_pages)
             continue;
-        chosen[page] = (1u << HSRI_PAGE_UNITS) - 1;
+        c->chosen[page] = (1u << HSRI_PAGE_UNITS) - 1;
         for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++)
-            worth[page * HSRI_PAGE_UNITS + u] = HSRI_NO_WORTH;
+            c->worth[page * HSRI_PAGE_UNITS + u] = HSRI_NO_WORTH;
     }
 }
 
-/* Units [*first, *end) of slice i, among the selectable ones. Slices lie at multiples of their size in the sequence. */
-static uint32_t slice_span(const pick_state *p, uint32_t size, uint32_t i, uint32_t *end)
+/* Units [*first, *end) of slice i. Slices lie at multiples of their size in the sequence; where not all pages are listed, slices are no
+ * larger than pages. */
+static uint32_t slice_span(const page_list *l, uint32_t size, uint32_t i, uint32_t *end)
 {
-    uint32_t unit0 = p->first_page * HSRI_PAGE_UNITS, n = p->n_pages * HSRI_PAGE_UNITS, slice0 = unit0 / size;
+    uint32_t unit0 = l->first_page * HSRI_PAGE_UNITS, n = l->n_pages * HSRI_PAGE_UNITS, slice0 = unit0 / size;
     uint64_t first = (uint64_t)(slice0 + i) * size, last = first + size;
 
     *end = (uint32_t)hsri_min(last - unit0, n);
     return first > unit0 ? (uint32_t)(first - unit0) : 0;
 }
 
-static uint32_t count_slices(const pick_state *p, uint32_t size)
+static uint32_t count_slices(const page_list *l, uint32_t size)
 {
-    uint32_t unit0 = p->first_page * HSRI_PAGE_UNITS, unit1 = unit0 + p->n_pages * HSRI_PAGE_UNITS;
+    uint32_t unit0 = l->first_page * HSRI_PAGE_UNITS, unit1 = unit0 + l->n_pages * HSRI_PAGE_UNITS;
 
     return (unit1 + size - 1) / size - unit0 / size;
 }
 
 /* Worth of slices in place of that of units, which it overwrites: a slice never lies behind its first unit. A slice is worth what those of
  * its units are that still compete; nothing if none does. */
-static void weigh_slices(const pick_state *p, uint32_t size, uint32_t n_slices, float *worth)
+static void weigh_slices(const choice *c, uint32_t size, uint32_t n_slices)
 {
+    float *worth = c->worth;
+
     for (uint32_t i = 0; i < n_slices && size > 1; i++) {
-        uint32_t end, u = slice_span(p, size, i, &end);
+        uint32_t end, u = slice_span(&c->pages, size, i, &end);
         float    sum = HSRI_NO_WORTH;
 
         for (; u < end; u++)
@@ -406,13 +442,14 @@ static void weigh_slices(const pick_state *p, uint32_t size, uint32_t n_slices, 
     }
 }
 
-static void draw_slices(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t n_slices, float *worth)
+static void draw_slices(const choice *c, uint32_t n_slices)
 {
-    uint64_t row = job->rows[p->row].pos, stream = (row * job->kv->n_layers + job->layer) * job->kv->n_kv_heads + kv_head;
+    const select_job *job = c->job;
+    uint64_t row = job->rows[c->p->row].pos, stream = (row * job->kv->n_layers + job->layer) * job->kv->n_kv_heads + c->kv_head;
 
     for (uint32_t i = 0; i < n_slices; i++)
-        if (worth[i] >= 0.0f)
-            worth[i] = (float)hsri_rng_unit(p->settings->seed, stream << 24 | i);
+        if (c->worth[i] >= 0.0f)
+            c->worth[i] = (float)hsri_rng_unit(c->p->settings->seed, stream << 24 | i);
 }
 
 /* How many units may be chosen, and the size of the slices they come in. */
@@ -431,83 +468,96 @@ static uint32_t budget_of(const pick_state *p, uint32_t *size)
     return s->selector == HSRI_SELECT_HISTORY ? 0 : (uint32_t)hsri_min(budget, (uint64_t)p->n_pages * HSRI_PAGE_UNITS);
 }
 
-static void choose_slices(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth, uint32_t *work, uint8_t *chosen)
+static void choose_slices(const choice *c)
 {
-    uint32_t size, budget = budget_of(p, &size), n_slices = count_slices(p, size);
-    bool     all = budget >= p->n_pages * HSRI_PAGE_UNITS;
+    const hsri_sparse_kernels *kernels = &c->job->dev->kernels.sparse;
+    uint32_t size, budget = budget_of(c->p, &size), n_slices = count_slices(&c->pages, size);
+    bool     all = budget >= c->p->n_pages * HSRI_PAGE_UNITS;
     hsri_top top;
 
-    if (p->settings->selector == HSRI_SELECT_CLASSIC && !all)
-        keep_coarse(job, p, kv_head, worth, work);
-    weigh_slices(p, size, n_slices, worth);
-    if (p->settings->selector == HSRI_SELECT_RANDOM)
-        draw_slices(job, p, kv_head, n_slices, worth);
-    top = hsri_top_of(&job->dev->kernels.sparse, worth, n_slices, all ? n_slices : budget / size, work);
-    n_slices = hsri_top_list(&job->dev->kernels.sparse, top, worth, n_slices, work);
+    if (c->p->settings->selector == HSRI_SELECT_CLASSIC && !all)
+        keep_coarse(c);
+    weigh_slices(c, size, n_slices);
+    if (c->p->settings->selector == HSRI_SELECT_RANDOM)
+        draw_slices(c, n_slices);
+    top = hsri_top_of(kernels, c->worth, n_slices, all ? n_slices : budget / size, c->work);
+    n_slices = hsri_top_list(kernels, top, c->worth, n_slices, c->work);
     for (uint32_t i = 0; i < n_slices; i++) {
         uint32_t end, u;
 
-        for (u = slice_span(p, size, work[i], &end); u < end; u++)
-            chosen[u / HSRI_PAGE_UNITS] |= (uint8_t)(1u << u % HSRI_PAGE_UNITS);
+        for (u = slice_span(&c->pages, size, c->work[i], &end); u < end; u++)
+            c->chosen[u / HSRI_PAGE_UNITS] |= (uint8_t)(1u << u % HSRI_PAGE_UNITS);
     }
 }
 
-static uint32_t write_list(const pick_state *p, const uint8_t *chosen, uint32_t *units)
+/* The units chosen, and in c->work their numbers; returns how many. */
+static uint32_t write_list(const choice *c, uint32_t *units)
 {
     uint32_t n = 0;
 
-    for (uint32_t page = 0; page < p->n_pages; page++)
-        for (uint32_t bits = chosen[page]; bits; bits &= bits - 1)
-            units[n++] = (p->first_page + page) * HSRI_PAGE_UNITS + (uint32_t)__builtin_ctz(bits);
+    for (uint32_t page = 0; page < c->pages.n_pages; page++)
+        for (uint32_t bits = c->chosen[page]; bits; bits &= bits - 1) {
+            uint32_t of_page = (uint32_t)__builtin_ctz(bits);
+
+            c->work[n] = page * HSRI_PAGE_UNITS + of_page;
+            units[n++] = page_at(&c->pages, page) * HSRI_PAGE_UNITS + of_page;
+        }
     return n;
 }
 
 /* Mass of the n units that were chosen, in the measure's own. */
-static double chosen_mass(const pick_state *p, const measure *m, const uint32_t *units, uint32_t n)
+static double chosen_mass(const choice *c, const measure *m, uint32_t n)
 {
     double sum = 0.0;
 
-    for (uint32_t i = 0; i < n; i++) {
-        uint32_t unit = units[i] - p->first_page * HSRI_PAGE_UNITS;
-
-        sum += (double)(m->mass[unit] * chunk_factor(m, unit / CHUNK_UNITS));
-    }
+    for (uint32_t i = 0; i < n; i++)
+        sum += (double)(m->mass[c->work[i]] * chunk_factor(m, c->work[i] / CHUNK_UNITS));
     return sum;
 }
 
 /* Clusters that were not taken count with the mass of their centres. */
-static double mass_of_rest(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head, const measure *m)
+static double mass_of_rest(const choice *c, uint32_t vote, uint32_t head, const measure *m)
 {
-    const double *rest = p->n_segments ? job->rest + 2 * ((uint64_t)(p->first_vote + vote) * job->n_heads + head) : NULL;
+    const double *rest = c->p->n_segments ? c->job->rest + 2 * ((uint64_t)(c->p->first_vote + vote) * c->job->n_heads + head) : NULL;
 
     return rest && rest[0] > 0.0 ? rest[0] * exp(rest[1] - (double)m->top) : 0.0;
 }
 
-static void write_covered(const select_job *job, const pick_state *p, uint32_t kv_head, const uint32_t *units, uint32_t n)
+static void write_covered(const choice *c, uint32_t n)
 {
-    for (uint32_t vote = 0; vote < p->n_votes; vote++) {
-        for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
-            float  *covered = job->covered + (uint64_t)row_of_vote(p, vote) * job->n_heads + h;
+    const select_job *job = c->job;
+
+    for (uint32_t vote = 0; vote < c->p->n_votes; vote++) {
+        for (uint32_t h = c->kv_head * job->heads_per_kv; h < (c->kv_head + 1) * job->heads_per_kv; h++) {
+            float  *covered = job->covered + (uint64_t)row_of_vote(c->p, vote) * job->n_heads + h;
             measure m;
 
-            *covered = n == p->n_pages * HSRI_PAGE_UNITS ? 1.0f : NAN;
-            if (*covered == 1.0f || !p->scored)
+            *covered = n == c->p->n_pages * HSRI_PAGE_UNITS ? 1.0f : NAN;
+            if (*covered == 1.0f || !c->p->scored)
                 continue;
-            m = measure_of(job, p, vote, h);
-            *covered = (float)((m.exact + chosen_mass(p, &m, units, n)) / (m.all + mass_of_rest(job, p, vote, h, &m)));
+            m = measure_of(c, vote, h);
+            *covered = (float)((m.exact + chosen_mass(c, &m, n)) / (m.all + mass_of_rest(c, vote, h, &m)));
         }
     }
 }
 
 /* What was chosen is attended; only the rest counts as virtual tokens. */
-static void clear_chosen(const select_job *job, const pick_state *p, uint32_t kv_head, const uint32_t *units, uint32_t n)
+static void clear_chosen(const choice *c, uint32_t n)
 {
-    for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
-        float *mass = job->mass + mass_at(job, p, 0, h);
+    for (uint32_t h = c->kv_head * c->job->heads_per_kv; h < (c->kv_head + 1) * c->job->heads_per_kv; h++) {
+        float *mass = c->job->mass + mass_at(c->job, c->p, 0, h);
 
         for (uint32_t i = 0; i < n; i++)
-            mass[units[i] - p->first_page * HSRI_PAGE_UNITS] = 0.0f;
+            mass[c->work[i]] = 0.0f;
     }
+}
+
+static choice choice_of(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    uint64_t at = list_at(job, p, kv_head) * job->max_units;
+
+    return (choice){ job, p, kv_head, hsri_cpu_pages_of(job, p, kv_head), job->worth + at, job->work + at,
+                     job->chosen + at / HSRI_PAGE_UNITS };
 }
 
 static uint64_t choose_items(const select_job *job, const pick_state *p) { (void)p; return job->kv->n_kv_heads; }
@@ -518,33 +568,34 @@ static void choose_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
 
     (void)worker;
     for (uint64_t item = first; item < end; item++) {
-        uint64_t          i = item;
+        uint64_t          i = item, list;
         const pick_state *p = find_pick(job, &i, choose_items);
-        uint32_t          kv_head = (uint32_t)i;
-        uint64_t          list = (uint64_t)p->pick * job->kv->n_kv_heads + kv_head, at = list_at(job, p, kv_head) * job->max_units;
-        uint32_t         *units = job->units + list * job->stride;
-        uint8_t          *chosen = job->chosen + at / HSRI_PAGE_UNITS;
+        choice            c = choice_of(job, p, (uint32_t)i);
 
+        list = (uint64_t)p->pick * job->kv->n_kv_heads + c.kv_head;
+        if (p->n_segments)
+            hsri_cpu_level_masses(job, p, c.kv_head);
         if (p->n_pages) {
-            weigh_units(job, p, kv_head, job->worth + at);
-            choose_forced(job, p, kv_head, job->worth + at, chosen);
-            choose_slices(job, p, kv_head, job->worth + at, job->work + at, chosen);
+            weigh_units(&c);
+            choose_forced(&c);
+            choose_slices(&c);
         }
-        job->counts[list] = write_list(p, chosen, units);
+        job->counts[list] = write_list(&c, job->units + list * job->stride);
         assert(job->counts[list] <= job->stride);
-        write_covered(job, p, kv_head, units, job->counts[list]);
+        write_covered(&c, job->counts[list]);
         if (p->virtual_tokens)
-            clear_chosen(job, p, kv_head, units, job->counts[list]);
+            clear_chosen(&c, job->counts[list]);
     }
 }
 
 /* ---- weigh and finish: virtual tokens ---- */
 
-static uint32_t spans_of(const pick_state *p) { return (uint32_t)hsri_div_up(p->n_chunks, SPAN_CHUNKS); }
+/* Where few pages are listed, the last spans are empty. */
+static uint32_t spans_of(uint32_t n_chunks) { return (uint32_t)hsri_div_up(n_chunks, SPAN_CHUNKS); }
 
 static uint64_t weigh_items(const select_job *job, const pick_state *p)
 {
-    return p->virtual_tokens ? (uint64_t)job->kv->n_kv_heads * spans_of(p) : 0;
+    return p->virtual_tokens ? (uint64_t)job->kv->n_kv_heads * spans_of(p->n_chunks) : 0;
 }
 
 /* Sums of a span of one head: { mass, value[d] }. Heads are neighbours. */
@@ -555,7 +606,8 @@ static float *means_at(const select_job *job, const pick_state *p, uint32_t head
 
 static void weigh_span(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t span)
 {
-    const uint32_t head = kv_head * job->heads_per_kv, d = job->kv->head_dim, n_chunks = p->n_chunks;
+    const page_list l = hsri_cpu_pages_of(job, p, kv_head);
+    const uint32_t head = kv_head * job->heads_per_kv, d = job->kv->head_dim, n_chunks = l.n_chunks;
     const uint8_t *entries[HSRI_SCORE_PAGES];
     float          tops[HSRI_ATTEND_MAX_QUERIES], factors[HSRI_ATTEND_MAX_QUERIES];
 
@@ -566,9 +618,9 @@ static void weigh_span(const select_job *job, const pick_state *p, uint32_t kv_h
         for (uint32_t h = 0; h < n_heads; h++)
             tops[h] = highest(job->raised + chunk_at(job, p, 0, head + h0 + h), n_chunks);
         for (uint32_t i = span * SPAN_CHUNKS; i < hsri_min((span + 1) * SPAN_CHUNKS, n_chunks); i++) {
-            uint32_t n = pages_of_chunk(p, i);
+            uint32_t n = pages_of_chunk(l.n_pages, i);
 
-            find_entries(job, p, kv_head, i * HSRI_SCORE_PAGES, n, entries);
+            find_entries(job, p, kv_head, &l, i * HSRI_SCORE_PAGES, n, entries);
             for (uint32_t h = 0; h < n_heads; h++)
                 factors[h] = factor_of(job->raised[chunk_at(job, p, 0, head + h0 + h) + i], tops[h]);
             job->dev->kernels.sparse.add_means(entries, n, &p->seq->index_shape, n_heads,
@@ -587,7 +639,7 @@ static void weigh_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
     for (uint64_t item = first; item < end; item++) {
         uint64_t          i = item;
         const pick_state *p = find_pick(job, &i, weigh_items);
-        uint32_t          n_spans = spans_of(p);
+        uint32_t          n_spans = spans_of(p->n_chunks);
 
         weigh_span(job, p, (uint32_t)(i / n_spans), (uint32_t)(i % n_spans));
     }
@@ -596,7 +648,8 @@ static void weigh_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
 /* A partial of mass exp(m), l = 1; empty if nothing was left over. */
 static void finish_head(const select_job *job, const pick_state *p, uint32_t head)
 {
-    uint32_t d = job->kv->head_dim, n_spans = spans_of(p);
+    const page_list l = hsri_cpu_pages_of(job, p, head / job->heads_per_kv);
+    uint32_t d = job->kv->head_dim, n_spans = spans_of(l.n_chunks);
     float   *part = job->virtual_part + ((uint64_t)p->row * job->n_heads + head) * (2 + d), mass;
 
     memset(part, 0, (2 + d) * sizeof *part);
@@ -608,7 +661,7 @@ static void finish_head(const select_job *job, const pick_state *p, uint32_t hea
                                  ? hsri_cpu_calibration(job->dev, job->kv, job->layer, head / job->heads_per_kv).mean_v : NULL;
 
         part[0] = reference_of(job, p->row, head) + logf(mass) +
-                  highest(job->raised + chunk_at(job, p, 0, head), p->n_chunks);
+                  highest(job->raised + chunk_at(job, p, 0, head), l.n_chunks);
         part[1] = 1.0f;
         for (uint32_t j = 0; j < d; j++)
             part[2 + j] = part[2 + j] / mass + (about ? about[j] : 0.0f);

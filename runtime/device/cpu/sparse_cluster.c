@@ -13,6 +13,7 @@
 /* Estimates for one thread. */
 #define SURVEY_NS 2000u         /* of a segment for one head */
 #define LIST_NS 2u              /* for each cluster */
+#define MARK_NS 200u            /* of a segment */
 
 #define CLUSTERS HSRI_SEGMENT_CLUSTERS
 
@@ -35,7 +36,8 @@ uint64_t hsri_cpu_cluster_floats(uint64_t n_votes, uint64_t n_heads, uint64_t n_
 {
     uint64_t segments = n_pages / HSRI_SEGMENT_PAGES, rows = n_votes * n_heads, lists = n_votes * n_kv_heads;
 
-    return 32 + round_up_floats(4 * rows) + rows * segments * (CLUSTERS + 2) + lists * (segments * (5 * CLUSTERS + 1) + 1);
+    return 32 + round_up_floats(4 * rows) + rows * segments * (CLUSTERS + 2) +
+           lists * (segments * (5 * CLUSTERS + 2 + MARK_WORDS) + 2 + n_pages);
 }
 
 void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes)
@@ -57,6 +59,9 @@ void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes)
     job->cluster_raised = next;
     next += rows * job->max_segments;
     job->first_taken = (uint32_t *)next;
+    job->first_listed = job->first_taken + lists * (job->max_segments + 1);
+    job->marks = job->first_listed + lists * (job->max_segments + 1);
+    job->listed = job->marks + lists * job->max_segments * MARK_WORDS;
 }
 
 /* Segments of a head in a vote begin here. */
@@ -145,19 +150,28 @@ static measure measure_clusters(const select_job *job, const pick_state *p, uint
                           reference_of(job, row_of_vote(p, vote), head));
 }
 
-/* Worth of each cluster: its probability, summed over the voting rows and the heads of the group. */
+/* Worth of each cluster: its probability, summed over the voting rows and the heads of the group. Segment by segment, so that sums stay in
+ * the cache. */
+static void weigh_vote(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head, uint32_t n_heads, float *worth)
+{
+    measure m[HSRI_ATTEND_MAX_QUERIES];
+
+    for (uint32_t h = 0; h < n_heads; h++)
+        m[h] = measure_clusters(job, p, vote, head + h);
+    for (uint32_t i = 0; i < p->n_segments; i++)
+        for (uint32_t h = 0; h < n_heads; h++)
+            if (m[h].all > 0.0)
+                job->dev->kernels.sparse.add_scaled(worth + (uint64_t)i * CLUSTERS, (float)(chunk_factor(&m[h], i) / m[h].all),
+                                                    m[h].mass + (uint64_t)i * CLUSTERS, CLUSTERS);
+}
+
 static void weigh_clusters(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth)
 {
     memset(worth, 0, (uint64_t)p->n_segments * CLUSTERS * sizeof *worth);
-    for (uint32_t vote = 0; vote < p->n_votes; vote++) {
-        for (uint32_t h = 0; h < job->heads_per_kv; h++) {
-            measure m = measure_clusters(job, p, vote, kv_head * job->heads_per_kv + h);
-
-            for (uint32_t i = 0; i < p->n_segments && m.all > 0.0; i++)
-                job->dev->kernels.sparse.add_scaled(worth + (uint64_t)i * CLUSTERS, (float)(chunk_factor(&m, i) / m.all),
-                                                    m.mass + (uint64_t)i * CLUSTERS, CLUSTERS);
-        }
-    }
+    for (uint32_t vote = 0; vote < p->n_votes; vote++)
+        for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES)
+            weigh_vote(job, p, vote, kv_head * job->heads_per_kv + h0,
+                       (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0), worth);
 }
 
 /* Clusters that may be among the best of a list. */
@@ -325,70 +339,227 @@ static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
     }
 }
 
+/* ---- the pages of their tokens ---- */
+
+static uint32_t *marks_at(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
+{
+    return job->marks + (list_at(job, p, kv_head) * job->max_segments + segment) * MARK_WORDS;
+}
+
+static uint32_t *listed_at(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    return job->listed + list_at(job, p, kv_head) * (job->max_units / HSRI_PAGE_UNITS);
+}
+
+static uint32_t *first_listed_at(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    return job->first_listed + list_at(job, p, kv_head) * (job->max_segments + 1);
+}
+
+static void mark_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
+{
+    const hsri_cluster_layout layout = hsri_cluster_layout_of(&p->seq->index_shape);
+    const uint8_t  *record = record_at(job, p, kv_head, segment);
+    const uint16_t *starts = (const uint16_t *)(record + layout.starts), *positions = (const uint16_t *)(record + layout.positions);
+    const uint32_t *taken = job->first_taken + taken_at(job, p, kv_head) + segment, *clusters = job->cluster_work + work_at(job, p, kv_head);
+    uint32_t        marks[MARK_WORDS] = { 0 };
+
+    for (uint32_t i = taken[0]; i < taken[1]; i++)
+        __builtin_prefetch(&positions[starts[clusters[i] % CLUSTERS]]);
+    for (uint32_t i = taken[0]; i < taken[1]; i++) {
+        uint32_t k = clusters[i] % CLUSTERS;
+
+        for (uint32_t t = starts[k]; t < starts[k + 1]; t++)
+            marks[positions[t] / HSRI_PAGE_TOKENS / 32] |= 1u << positions[t] / HSRI_PAGE_TOKENS % 32;
+    }
+    memcpy(marks_at(job, p, kv_head, segment), marks, sizeof marks);
+}
+
+static void mark_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const select_job *job = arg;
+
+    (void)worker;
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t          i = item;
+        const pick_state *p = find_pick(job, &i, survey_items);
+
+        mark_segment(job, p, (uint32_t)(i / p->n_segments), (uint32_t)(i % p->n_segments));
+    }
+}
+
+static void mark_forced(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    const hsri_sparse *s = p->settings;
+    const uint32_t    *forced = s->n_forced ? hsri_cpu_at(job->dev, s->forced, 0) : NULL;
+
+    for (uint32_t i = 0; i < s->n_forced; i++) {
+        uint32_t at = forced[((uint64_t)job->layer * job->kv->n_kv_heads + kv_head) * s->n_forced + i] - p->first_page;
+
+        if (at < p->n_segments * HSRI_SEGMENT_PAGES)
+            marks_at(job, p, kv_head, at / HSRI_SEGMENT_PAGES)[at % HSRI_SEGMENT_PAGES / 32] |= 1u << at % 32;
+    }
+}
+
+/* Where the pages of each segment begin in the list. */
+static void count_marks(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    uint32_t *first = first_listed_at(job, p, kv_head), n = 0;
+
+    for (uint32_t segment = 0; segment < p->n_segments; segment++) {
+        const uint32_t *marks = marks_at(job, p, kv_head, segment);
+
+        first[segment] = n;
+        for (uint32_t i = 0; i < MARK_WORDS; i++)
+            n += (uint32_t)__builtin_popcount(marks[i]);
+    }
+    first[p->n_segments] = n;
+}
+
+page_list hsri_cpu_pages_of(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    page_list l = { .first_page = p->first_page, .n_pages = p->n_pages };
+
+    if (p->n_segments) {
+        l.pages = listed_at(job, p, kv_head);
+        l.n_clustered = first_listed_at(job, p, kv_head)[p->n_segments];
+        l.n_pages = l.n_clustered + p->n_pages - p->n_segments * HSRI_SEGMENT_PAGES;
+    }
+    l.n_chunks = (uint32_t)hsri_div_up(l.n_pages, HSRI_SCORE_PAGES);
+    return l;
+}
+
+/* Pages behind the segments are all listed. */
+static void list_pages(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    uint32_t *listed = listed_at(job, p, kv_head), first = p->n_segments * HSRI_SEGMENT_PAGES;
+
+    mark_forced(job, p, kv_head);
+    count_marks(job, p, kv_head);
+    listed += first_listed_at(job, p, kv_head)[p->n_segments];
+    for (uint32_t i = first; i < p->n_pages; i++)
+        listed[i - first] = p->first_page + i;
+}
+
 void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job)
 {
     uint64_t n_surveys = all_items(job, survey_items), n_votes = job->n_picks ? job->picks[0].n_votes : 0;
 
     hsri_cpu_run_items(dev, n_surveys, n_surveys * n_votes * job->heads_per_kv * SURVEY_NS, survey_run, job);
     hsri_cpu_run_items(dev, all_items(job, list_items), n_surveys * CLUSTERS * (LIST_NS + n_votes * job->heads_per_kv / 8), list_run, job);
+    hsri_cpu_run_items(dev, n_surveys, n_surveys * MARK_NS, mark_run, job);
+    for (uint32_t i = 0; i < job->n_picks; i++)
+        for (uint32_t kv_head = 0; kv_head < job->kv->n_kv_heads && job->picks[i].n_segments; kv_head++)
+            list_pages(job, &job->picks[i], kv_head);
 }
 
 /* ---- tokens of the clusters taken ---- */
 
-/* Sums of the chunks of a segment; returns the largest. */
-static float sum_chunks(const select_job *job, const float *mass, float *sums)
+/* Masses of the units of a segment, for one head; returns how much the reference was raised. Its clusters have been scored by a reference
+ * that may be higher than its own, `raised`, and tokens may need one that is higher still. */
+static float members_raised(const select_job *job, hsri_member_score_args a, float raised)
 {
-    float most = 0.0f;
+    const hsri_sparse_kernels *kernels = &job->dev->kernels.sparse;
+    float cluster_mass[CLUSTERS];
 
-    for (uint32_t i = 0; i < SEGMENT_CHUNKS; i++) {
-        sums[i] = job->dev->kernels.sparse.sum(mass + (uint64_t)i * CHUNK_UNITS, CHUNK_UNITS);
-        most = sums[i] > most ? sums[i] : most;
-    }
-    return most;
-}
-
-/* Of one head. Its clusters have been scored by a reference that may be higher than its own, and tokens may need one that is
- * higher still. */
-static void members_raised(const select_job *job, hsri_member_score_args a, float raised, float *sums, float *raises)
-{
-    float most = sum_chunks(job, a.mass, sums), cluster_mass[CLUSTERS];
-
-    for (uint32_t i = 0; i < MAX_RAISES && most >= HSRI_MASS_MAX; i++) {
+    for (uint32_t i = 0; i < MAX_RAISES && kernels->sum(a.mass, HSRI_SEGMENT_UNITS) >= HSRI_MASS_MAX; i++) {
         raised += RAISE;
         for (uint32_t k = 0; k < CLUSTERS; k++)
             cluster_mass[k] = (i ? cluster_mass[k] : a.cluster_mass[k]) * expf(-RAISE);
         a.cluster_mass = cluster_mass;
-        job->dev->kernels.sparse.cluster.score_members(&a);
-        most = sum_chunks(job, a.mass, sums);
+        kernels->cluster.score_members(&a);
     }
-    for (uint32_t i = 0; i < SEGMENT_CHUNKS; i++)
-        raises[i] = raised;
+    return raised;
 }
 
-void hsri_cpu_score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote)
+/* Of a row of the segment's units, those of marked pages. */
+static void keep_marked(const float *units, const uint32_t *marks, float *out)
 {
-    const uint32_t *taken = job->first_taken + taken_at(job, p, kv_head) + segment;
+    for (uint32_t i = 0; i < MARK_WORDS; i++)
+        for (uint32_t bits = marks[i]; bits; bits &= bits - 1, out += HSRI_PAGE_UNITS)
+            memcpy(out, units + (32 * i + (uint32_t)__builtin_ctz(bits)) * HSRI_PAGE_UNITS, HSRI_PAGE_UNITS * sizeof *out);
+}
+
+static void score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote, float *scratch)
+{
+    const uint32_t *taken = job->first_taken + taken_at(job, p, kv_head) + segment, *marks = marks_at(job, p, kv_head, segment);
+    const uint64_t  first = (uint64_t)first_listed_at(job, p, kv_head)[segment] * HSRI_PAGE_UNITS;
     uint32_t        row = row_of_vote(p, vote), d = job->kv->head_dim, head = kv_head * job->heads_per_kv;
     hsri_member_score_args a = { .record = record_at(job, p, kv_head, segment), .shape = &p->seq->index_shape,
                                  .clusters = job->cluster_work + work_at(job, p, kv_head) + taken[0], .n_clusters = taken[1] - taken[0],
-                                 .scale = job->scale, .cluster_stride = job->max_segments * CLUSTERS, .mass_stride = job->max_units };
+                                 .scale = job->scale, .cluster_stride = job->max_segments * CLUSTERS, .mass = scratch,
+                                 .mass_stride = HSRI_SEGMENT_UNITS };
 
     for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
         a.n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
         a.rotated = job->rotated + ((uint64_t)row * job->n_heads + head + h0) * d;
         a.cluster_mass = job->cluster_mass + (segments_at(job, p, vote, head + h0) + segment) * CLUSTERS;
-        a.mass = job->mass + mass_at(job, p, vote, head + h0) + (uint64_t)segment * HSRI_SEGMENT_UNITS;
         job->dev->kernels.sparse.cluster.score_members(&a);
         for (uint32_t h = 0; h < a.n_heads; h++) {
             hsri_member_score_args one = a;
-            uint64_t at = segments_at(job, p, vote, head + h0 + h) + segment;
-            uint64_t chunk = chunk_at(job, p, vote, head + h0 + h) + (uint64_t)segment * SEGMENT_CHUNKS;
+            uint32_t of = head + h0 + h;
 
             one.n_heads = 1;
             one.rotated += (uint64_t)h * d;
             one.cluster_mass += h * a.cluster_stride;
             one.mass += h * a.mass_stride;
-            members_raised(job, one, job->cluster_raised[at], job->sums + chunk, job->raised + chunk);
+            job->raised[chunk_at(job, p, vote, of) + segment] =
+                members_raised(job, one, job->cluster_raised[segments_at(job, p, vote, of) + segment]);
+            keep_marked(one.mass, marks, job->mass + mass_at(job, p, vote, of) + first);
         }
     }
+}
+
+_Static_assert(HSRI_ATTEND_MAX_QUERIES * HSRI_SEGMENT_UNITS <= HSRI_CPU_SCRATCH, "units of a segment fit a worker's scratch");
+
+void hsri_cpu_score_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, float *scratch)
+{
+    const uint32_t *marks = marks_at(job, p, kv_head, segment), page = p->first_page + segment * HSRI_SEGMENT_PAGES;
+    uint32_t       *listed = listed_at(job, p, kv_head) + first_listed_at(job, p, kv_head)[segment];
+
+    for (uint32_t i = 0; i < MARK_WORDS; i++)
+        for (uint32_t bits = marks[i]; bits; bits &= bits - 1)
+            *listed++ = page + 32 * i + (uint32_t)__builtin_ctz(bits);
+    for (uint32_t vote = 0; vote < p->n_votes; vote++)
+        score_members(job, p, kv_head, segment, vote, scratch);
+}
+
+/* ---- one measure ---- */
+
+/* Where part i begins among the pages of the list: a segment, or a chunk of the pages behind them. */
+static uint32_t part_at(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t i)
+{
+    const uint32_t *first = first_listed_at(job, p, kv_head);
+
+    return i <= p->n_segments ? first[i] : first[p->n_segments] + (i - p->n_segments) * HSRI_SCORE_PAGES;
+}
+
+static void level_row(const select_job *job, const pick_state *p, uint32_t kv_head, const page_list *l, uint32_t vote, uint32_t head)
+{
+    float   *mass = job->mass + mass_at(job, p, vote, head), *sums = job->sums + chunk_at(job, p, vote, head);
+    float   *raised = job->raised + chunk_at(job, p, vote, head);
+    uint32_t n_parts = p->n_segments + p->n_chunks - p->n_segments * SEGMENT_CHUNKS;
+    float    top = highest(raised, n_parts);
+
+    for (uint32_t i = 0; i < n_parts; i++) {
+        uint64_t end = hsri_min(part_at(job, p, kv_head, i + 1), l->n_pages) * HSRI_PAGE_UNITS;
+
+        for (uint64_t u = part_at(job, p, kv_head, i) * (uint64_t)HSRI_PAGE_UNITS; u < end && raised[i] != top; u++)
+            mass[u] *= expf(raised[i] - top);
+    }
+    for (uint32_t i = 0; i < l->n_chunks; i++) {
+        uint64_t first = (uint64_t)i * CHUNK_UNITS;
+
+        raised[i] = top;
+        sums[i] = job->dev->kernels.sparse.sum(mass + first, hsri_min(CHUNK_UNITS, (uint64_t)l->n_pages * HSRI_PAGE_UNITS - first));
+    }
+}
+
+void hsri_cpu_level_masses(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    const page_list l = hsri_cpu_pages_of(job, p, kv_head);
+
+    for (uint32_t vote = 0; vote < p->n_votes; vote++)
+        for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++)
+            level_row(job, p, kv_head, &l, vote, h);
 }

@@ -61,6 +61,9 @@ typedef struct select_job {
     uint32_t          *cluster_work;   /* [pick][kv head][4][segments][clusters], of which the first become
                                         * those that are taken, ascending */
     uint32_t          *first_taken;    /* [pick][kv head][segments + 1]: where those of a segment begin among them */
+    uint32_t          *marks;          /* [pick][kv head][segments][MARK_WORDS]: a bit for each page that is listed */
+    uint32_t          *first_listed;   /* [pick][kv head][segments + 1]: where pages of a segment begin in the list */
+    uint32_t          *listed;         /* [pick][kv head][pages]: the list */
     double            *rest;           /* [vote][head]{ mass of the clusters not taken, its measure as `raised` } */
 } select_job;
 
@@ -141,15 +144,27 @@ static inline measure measure_chunks(const float *mass, const float *sums, const
     return m;
 }
 
+/* The pages of a kv head of a pick whose units compete, ascending: their masses lie side by side, and chunks are counted among them. With
+ * clusters, those with a token that was looked at, forced ones, and all behind the segments. */
+typedef struct page_list {
+    const uint32_t *pages;      /* NULL: all selectable ones, from first_page on */
+    uint32_t first_page, n_pages, n_chunks;
+    uint32_t n_clustered;       /* how many of them, the first ones, are in segments whose clusters were looked at */
+} page_list;
+
+static inline uint32_t page_at(const page_list *l, uint32_t i) { return l->pages ? l->pages[i] : l->first_page + i; }
+
 /* ---- sparse.c ---- */
 
+#define MARK_WORDS (HSRI_SEGMENT_PAGES / 32u)
 #define SEGMENT_CHUNKS (HSRI_SEGMENT_PAGES / HSRI_SCORE_PAGES)
 #define CHUNK_UNITS (HSRI_SCORE_PAGES * HSRI_PAGE_UNITS)
 
 /* A chunk of pages. */
 typedef struct chunk {
     const pick_state *pick;
-    uint32_t kv_head, index, first, n_pages;   /* first: among the selectable pages */
+    uint32_t kv_head, first, n_pages;   /* first: among the selectable pages */
+    uint32_t at, part;                  /* where its masses begin in the page list, and which of the parts is scored together it is */
     const uint8_t *entries[HSRI_SCORE_PAGES];
     hsri_calibration_record calibration;
     float   *scratch;
@@ -186,8 +201,14 @@ uint32_t hsri_cpu_cluster_segments(const pick_state *p, uint64_t budget);
 /* Which clusters of the segments of all picks are worth their tokens' scores. */
 void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job);
 
-/* Masses of the units of a segment, of tokens of the clusters taken; as of the chunks of its pages, their sums, and how much references
- * were raised. */
-void hsri_cpu_score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote);
+/* List the pages of a segment in which tokens of clusters taken are, and score their units. `scratch`: the worker's. */
+void hsri_cpu_score_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, float *scratch);
+
+/* After all parts were scored: bring the masses of a kv head into one measure for each vote and head, as if they had been scored in chunks
+ * of the list. */
+void hsri_cpu_level_masses(const select_job *job, const pick_state *p, uint32_t kv_head);
+
+/* The pages of a kv head of a pick; with clusters, once they are listed. */
+page_list hsri_cpu_pages_of(const select_job *job, const pick_state *p, uint32_t kv_head);
 
 #endif
