@@ -276,7 +276,7 @@ static void check_scores(const world *w, const record *r, int32_t isa)
     enum { HEADS = 7 };
     static float mass[HEADS][HSRI_SEGMENT_CLUSTERS], alone[HSRI_SEGMENT_CLUSTERS];
     uint32_t     d = w->d;
-    float       *queries = malloc(HEADS * d * sizeof *queries), *rotated = malloc(HEADS * d * sizeof *rotated), references[HEADS];
+    float       *queries = malloc(HEADS * d * sizeof *queries), *rotated = malloc(HEADS * d * sizeof *rotated), references[HEADS], sums[HEADS];
     double       worst = 0;
     hsri_kernels kernels;
 
@@ -284,9 +284,13 @@ static void check_scores(const world *w, const record *r, int32_t isa)
     fill_noise(queries, HEADS * d, 1, 2);
     fill_noise(rotated, HEADS * d, 2, 2);
     fill_noise(references, HEADS, 3, 2);
-    hsri_cluster_score_args a = { r->at, &w->shape, HEADS, 0.125f, queries, rotated, references, mass[0], HSRI_SEGMENT_CLUSTERS };
+    hsri_cluster_score_args a = { r->at, &w->shape, HEADS, 0.125f, queries, rotated, references, mass[0], HSRI_SEGMENT_CLUSTERS,
+                                  sums };
     kernels.sparse.cluster.score(&a);
     for (uint32_t h = 0; h < HEADS; h++) {
+        double all = 0;
+        float  sum;
+
         for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++) {
             double logit = 0, step;
 
@@ -301,9 +305,12 @@ static void check_scores(const world *w, const record *r, int32_t isa)
                                          (0.125 * logit - (double)references[h])));
         }
         a = (hsri_cluster_score_args){ r->at, &w->shape, 1, 0.125f, queries + h * d, rotated + h * d, references + h,
-                                       alone, HSRI_SEGMENT_CLUSTERS };
+                                       alone, HSRI_SEGMENT_CLUSTERS, &sum };
         kernels.sparse.cluster.score(&a);
-        CHECK(memcmp(alone, mass[h], sizeof alone) == 0);
+        CHECK(memcmp(alone, mass[h], sizeof alone) == 0 && sum == sums[h]);
+        for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++)
+            all += (double)alone[k];
+        CHECK(fabs((double)sum / all - 1) < 1e-5);
     }
     if (!CHECK(worst < (isa >= HSR_ISA_AVX512 ? 0.08 : 1e-4)))
         fprintf(stderr, "level %d: log mass off by %g\n", (int)isa, worst);
@@ -312,13 +319,40 @@ static void check_scores(const world *w, const record *r, int32_t isa)
     references[1] = -1e9f;
     queries[2 * d] = NAN;
     rotated[3 * d] = NAN;
-    a = (hsri_cluster_score_args){ r->at, &w->shape, HEADS, 0.125f, queries, rotated, references, mass[0], HSRI_SEGMENT_CLUSTERS };
+    a = (hsri_cluster_score_args){ r->at, &w->shape, HEADS, 0.125f, queries, rotated, references, mass[0], HSRI_SEGMENT_CLUSTERS,
+                                  sums };
     kernels.sparse.cluster.score(&a);
     for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++)
         CHECK(mass[0][k] == 0.0f && mass[2][k] == 0.0f && mass[3][k] == 0.0f &&
               mass[1][k] == (r->starts[k] < r->starts[k + 1] ? HSRI_MASS_MAX : 0.0f));
     free(queries);
     free(rotated);
+}
+
+static const uint32_t all_pages[HSRI_MARK_WORDS] = { UINT32_MAX, UINT32_MAX, UINT32_MAX, UINT32_MAX };
+
+/* Rows of marked pages are those of all pages without the others. Marked are the pages of the clusters' tokens, and a few more. */
+static void check_marks(const record *r, hsri_member_score_args a, const float *whole, const hsri_kernels *kernels)
+{
+    static float mass[3][HSRI_SEGMENT_UNITS];
+    uint32_t     marks[HSRI_MARK_WORDS] = { 0x10, 0, 0, 0x80000000u };
+
+    for (uint32_t i = 0; i < a.n_clusters; i++) {
+        uint32_t k = a.clusters[i] % HSRI_SEGMENT_CLUSTERS;
+
+        for (uint32_t at = r->starts[k]; at < r->starts[k + 1]; at++)
+            marks[r->positions[at] / 64 / 32] |= 1u << r->positions[at] / 64 % 32;
+    }
+    a.marks = marks;
+    a.n_heads = 3;
+    a.mass = mass[0];
+    kernels->sparse.cluster.score_members(&a);
+    for (uint32_t h = 0; h < a.n_heads; h++)
+        for (uint32_t page = 0, n = 0; page < HSRI_SEGMENT_PAGES; page++)
+            if (marks[page / 32] >> page % 32 & 1) {
+                CHECK(memcmp(&mass[h][n], whole + h * a.mass_stride + page * HSRI_PAGE_UNITS, HSRI_PAGE_UNITS * sizeof(float)) == 0);
+                n += HSRI_PAGE_UNITS;
+            }
 }
 
 /* Units of the tokens of some clusters, whose masses are given. */
@@ -339,8 +373,14 @@ static void check_members(const world *w, const record *r, int32_t isa)
                                                                                       (int)(hsri_rng_u64(9, i) % 40) - 20);
     for (uint32_t i = 0; i < TAKEN; i++)
         taken[i] = 3 * HSRI_SEGMENT_CLUSTERS + i * 10 + (uint32_t)(hsri_rng_u64(7, i) % 10);
-    hsri_member_score_args a = { r->at, &w->shape, taken, TAKEN, HEADS, 0.125f, rotated, clusters[0], HSRI_SEGMENT_CLUSTERS, mass[0],
-                                 HSRI_SEGMENT_UNITS };
+    hsri_member_score_args a = { r->at, &w->shape, taken, TAKEN, HEADS, 0.125f, rotated, clusters[0], HSRI_SEGMENT_CLUSTERS,
+                                 all_pages, mass[0], HSRI_SEGMENT_UNITS };
+    kernels.sparse.cluster.score_members(&a);
+    check_marks(r, a, mass[0], &kernels);
+    a.n_clusters = 7;
+    kernels.sparse.cluster.score_members(&a);
+    check_marks(r, a, mass[0], &kernels);
+    a.n_clusters = TAKEN;
     kernels.sparse.cluster.score_members(&a);
     for (uint32_t h = 0; h < HEADS; h++) {
         memset(want, 0, sizeof want);
@@ -359,7 +399,7 @@ static void check_members(const world *w, const record *r, int32_t isa)
             CHECK((want[u] > 0) == (mass[h][u] > 0.0f));
             worst = fmax(worst, want[u] > 0 ? fabs(log((double)mass[h][u] / want[u])) : 0);
         }
-        a = (hsri_member_score_args){ r->at, &w->shape, taken, TAKEN, 1, 0.125f, rotated + h * d, clusters[h], 0, alone, 0 };
+        a = (hsri_member_score_args){ r->at, &w->shape, taken, TAKEN, 1, 0.125f, rotated + h * d, clusters[h], 0, all_pages, alone, 0 };
         kernels.sparse.cluster.score_members(&a);
         CHECK(memcmp(alone, mass[h], sizeof alone) == 0);
     }
@@ -374,7 +414,7 @@ static void check_members(const world *w, const record *r, int32_t isa)
         clusters[2][k] = HSRI_MASS_MAX;
     rotated[2 * d] = 1e6f;
     a = (hsri_member_score_args){ r->at, &w->shape, taken, TAKEN, 3, 0.125f, rotated, clusters[0], HSRI_SEGMENT_CLUSTERS,
-                                  mass[0], HSRI_SEGMENT_UNITS };
+                                  all_pages, mass[0], HSRI_SEGMENT_UNITS };
     kernels.sparse.cluster.score_members(&a);
     for (uint32_t u = 0; u < HSRI_SEGMENT_UNITS; u++)
         CHECK(mass[0][u] == 0.0f && mass[1][u] == 0.0f && mass[2][u] <= HSRI_MASS_MAX);

@@ -441,12 +441,12 @@ static candidates find_candidates(const world *w, const hsri_kernels *kernels, u
     for (uint32_t i = 0; i < p->n_rows * g; i++) {
         uint64_t     query = (uint64_t)(p->row + i / g) * w->n_heads + kv_head * g + i % g;
         const float *acc = w->acc + query * (d + 2);
-        float        reference = acc[0] + logf(acc[1]);
+        float        reference = acc[0] + logf(acc[1]), sum;
 
         for (uint32_t segment = 0; segment < n_segments && i / g % HSRI_PICK_STRIDE == 0; segment++)
             kernels->sparse.cluster.score(&(hsri_cluster_score_args){ cluster_record(w, seq, kv_head, segment), &w->shape, 1, w->scale,
                                               w->queries + query * d, w->rotated + query * d, &reference,
-                                              mass + i * n + segment * HSRI_SEGMENT_CLUSTERS, 0 });
+                                              mass + i * n + segment * HSRI_SEGMENT_CLUSTERS, 0, &sum });
         all[i] = 1;
         for (uint32_t k = 0; k < n && i / g % HSRI_PICK_STRIDE == 0; k++)
             all[i] += (double)mass[i * n + k];

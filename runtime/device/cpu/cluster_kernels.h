@@ -28,10 +28,14 @@ typedef struct hsri_cluster_score_args {
     const float   *reference;   /* [n_heads] */
     float         *mass;        /* [n_heads] rows of HSRI_SEGMENT_CLUSTERS */
     uint64_t       mass_stride;
+    float         *sums;        /* [n_heads], of the rows */
 } hsri_cluster_score_args;
 
 /* Units of a segment. */
 #define HSRI_SEGMENT_UNITS (HSRI_SEGMENT_TOKENS / HSRI_UNIT_TOKENS)
+
+/* Words of a set of pages of a segment, a bit for each. */
+#define HSRI_MARK_WORDS (HSRI_SEGMENT_PAGES / 32u)
 
 /* Tokens of some clusters of a segment. A token's mass is what its cluster has for each of its tokens, times exp of the logit of what the
  * token is off the centre. */
@@ -44,7 +48,8 @@ typedef struct hsri_member_score_args {
     const float    *rotated;        /* [n_heads][d] */
     const float    *cluster_mass;   /* [n_heads] rows of HSRI_SEGMENT_CLUSTERS */
     uint64_t        cluster_stride;
-    float          *mass;           /* [n_heads] rows of HSRI_SEGMENT_UNITS: all of the unit's tokens that are in the clusters */
+    const uint32_t *marks;          /* [HSRI_MARK_WORDS]: pages, among them all with a token of the clusters */
+    float          *mass;           /* [n_heads] rows of the units of these pages: all of a unit's tokens that are in the clusters */
     uint64_t        mass_stride;
 } hsri_member_score_args;
 

@@ -54,6 +54,9 @@ static inline void score_clusters(const hsri_cluster_score_args *a)
         for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++)
             mass[i] = starts[i + 1] == starts[i]
                           ? 0.0f : as_mass((float)(starts[i + 1] - starts[i]) * expf(a->scale * logits[i] - a->reference[h]));
+        a->sums[h] = 0.0f;
+        for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++)
+            a->sums[h] += mass[i];
     }
 }
 
@@ -70,6 +73,14 @@ INLINE void member_logits(const hsri_cluster_layout *at, const uint32_t *codes, 
     }
 }
 
+/* Of a row of all units, those of marked pages. */
+static inline void write_marked(const float *units, const uint32_t *marks, float *mass)
+{
+    for (uint32_t page = 0; page < HSRI_SEGMENT_PAGES; page++)
+        for (uint32_t u = 0; u < HSRI_PAGE_UNITS && (marks[page / 32] >> page % 32 & 1); u++)
+            *mass++ = as_mass(units[page * HSRI_PAGE_UNITS + u]);
+}
+
 static inline void score_members(const hsri_member_score_args *a)
 {
     hsri_cluster_layout at = hsri_cluster_layout_of(a->shape);
@@ -79,11 +90,10 @@ static inline void score_members(const hsri_member_score_args *a)
     const uint8_t      *spreads = a->record + at.spreads;
 
     for (uint32_t h = 0; h < a->n_heads; h++) {
-        float weights[HSRI_CLUSTER_COMPONENTS], logits[LANES], *mass = a->mass + h * a->mass_stride;
+        float weights[HSRI_CLUSTER_COMPONENTS], logits[LANES], units[HSRI_SEGMENT_UNITS] = { 0 };
 
         for (uint32_t c = 0; c < at.n; c++)
             weights[c] = a->rotated[(uint64_t)h * a->shape->head_dim + c] * scales[c] * a->scale;
-        memset(mass, 0, HSRI_SEGMENT_UNITS * sizeof *mass);
         for (uint32_t i = 0; i < a->n_clusters; i++) {
             uint32_t k = a->clusters[i] % HSRI_SEGMENT_CLUSTERS, n = starts[k + 1] - (uint32_t)starts[k];
             float    each = n ? a->cluster_mass[h * a->cluster_stride + k] / (float)n : 0.0f;
@@ -93,11 +103,10 @@ static inline void score_members(const hsri_member_score_args *a)
 
                 member_logits(&at, codes + first, part, weights, logits);
                 for (uint32_t j = 0; j < part; j++)
-                    mass[positions[first + j] / HSRI_UNIT_TOKENS] += as_mass(each * expf((float)spreads[k] * logits[j]));
+                    units[positions[first + j] / HSRI_UNIT_TOKENS] += as_mass(each * expf((float)spreads[k] * logits[j]));
             }
         }
-        for (uint32_t u = 0; u < HSRI_SEGMENT_UNITS; u++)
-            mass[u] = as_mass(mass[u]);
+        write_marked(units, a->marks, a->mass + h * a->mass_stride);
     }
 }
 

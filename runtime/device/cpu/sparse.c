@@ -10,7 +10,6 @@
  * Chunks and spans begin at the first selectable page, whoever computes them, and their sums are added in order. So neither threads nor
  * what else is in the batch changes a bit. */
 #include "device/cpu/sparse_job.h"
-#include "device/cpu/sparse_select.h"
 
 #include <math.h>
 #include <stdlib.h>
@@ -237,7 +236,10 @@ static void score_vote(const select_job *job, const chunk *c, uint32_t vote)
     }
 }
 
-static uint32_t pages_of_chunk(uint32_t n_pages, uint32_t i) { return (uint32_t)hsri_min(HSRI_SCORE_PAGES, n_pages - i * HSRI_SCORE_PAGES); }
+static uint32_t pages_of_chunk(uint32_t n_pages, uint32_t i)
+{
+    return (uint32_t)hsri_min(HSRI_SCORE_PAGES, n_pages - i * HSRI_SCORE_PAGES);
+}
 
 /* Of each kv head, segments whose clusters say what to score, then chunks of the pages behind them. */
 static uint32_t head_items(const pick_state *p) { return p->n_segments + p->n_chunks - p->n_segments * SEGMENT_CHUNKS; }
@@ -274,7 +276,7 @@ static void score_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
 
         c.kv_head = (uint32_t)(i / head_items(c.pick));
         if (part < n_segments)
-            hsri_cpu_score_segment(job, c.pick, c.kv_head, part, c.scratch);
+            hsri_cpu_score_segment(job, c.pick, c.kv_head, part);
         else
             score_pages(job, &c, part - n_segments);
     }

@@ -1,18 +1,21 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Clusters before tokens (docs/sparse-attention.md): which tokens of whole segments `select` looks at. Two loops:
+/* Clusters before tokens (docs/sparse-attention.md): which tokens of whole segments `select` looks at. Four loops:
  *
  *   survey   masses of all clusters, for each voting row and head; items are segments of kv heads
+ *   weigh    what they are worth together; items are segments of kv heads
  *   list     the clusters worth most, as many as the candidates allow; items are kv heads of picks
+ *   mark     the pages in which their tokens are; items are segments of kv heads
  *
- * The loops of sparse.c then go on, with masses of units from the tokens of those clusters. */
+ * The loops of sparse.c then go on with these pages alone and what lies behind the segments: what a token costs from there on does not
+ * grow with the context. */
 #include "device/cpu/sparse_job.h"
-#include "device/cpu/sparse_select.h"
 
 #include <string.h>
 
 /* Estimates for one thread. */
 #define SURVEY_NS 2000u         /* of a segment for one head */
-#define LIST_NS 2u              /* for each cluster */
+#define WEIGH_NS 100u           /* of a segment for one head */
+#define LIST_NS 400u            /* for each segment */
 #define MARK_NS 200u            /* of a segment */
 
 #define CLUSTERS HSRI_SEGMENT_CLUSTERS
@@ -36,8 +39,8 @@ uint64_t hsri_cpu_cluster_floats(uint64_t n_votes, uint64_t n_heads, uint64_t n_
 {
     uint64_t segments = n_pages / HSRI_SEGMENT_PAGES, rows = n_votes * n_heads, lists = n_votes * n_kv_heads;
 
-    return 32 + round_up_floats(4 * rows) + rows * segments * (CLUSTERS + 2) +
-           lists * (segments * (5 * CLUSTERS + 2 + MARK_WORDS) + 2 + n_pages);
+    return 32 + round_up_floats(4 * rows) + rows * segments * (CLUSTERS + 3) +
+           lists * (segments * (5 * CLUSTERS + SEGMENT_SETS + 2 + HSRI_MARK_WORDS) + 2 + n_pages);
 }
 
 void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes)
@@ -52,16 +55,20 @@ void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes)
     next += rows * job->max_segments * CLUSTERS;
     job->cluster_worth = next;
     next += lists * job->max_segments * CLUSTERS;
+    job->cluster_best = next;
+    next += lists * job->max_segments * SEGMENT_SETS;
     job->cluster_work = (uint32_t *)next;
     next += lists * job->max_segments * 4 * CLUSTERS;
     job->cluster_sums = next;
     next += rows * job->max_segments;
     job->cluster_raised = next;
     next += rows * job->max_segments;
+    job->cluster_share = next;
+    next += rows * job->max_segments;
     job->first_taken = (uint32_t *)next;
     job->first_listed = job->first_taken + lists * (job->max_segments + 1);
     job->marks = job->first_listed + lists * (job->max_segments + 1);
-    job->listed = job->marks + lists * job->max_segments * MARK_WORDS;
+    job->listed = job->marks + lists * job->max_segments * HSRI_MARK_WORDS;
 }
 
 /* Segments of a head in a vote begin here. */
@@ -86,30 +93,29 @@ static uint64_t survey_items(const select_job *job, const pick_state *p) { retur
 /* As the masses of tokens: a head whose masses are at their limit is scored again by a higher reference. */
 static void survey_raised(const select_job *job, hsri_cluster_score_args a, uint32_t h, uint64_t at)
 {
-    float reference = a.reference[h], raised = 0.0f, sum;
+    float reference = a.reference[h], raised = 0.0f;
 
     a.queries += (uint64_t)h * job->kv->head_dim;
     a.rotated += (uint64_t)h * job->kv->head_dim;
     a.mass += h * a.mass_stride;
     a.n_heads = 1;
     a.reference = &reference;
-    sum = job->dev->kernels.sparse.sum(a.mass, CLUSTERS);
-    for (uint32_t i = 0; i < MAX_RAISES && sum >= HSRI_MASS_MAX; i++) {
+    a.sums += h;
+    for (uint32_t i = 0; i < MAX_RAISES && *a.sums >= HSRI_MASS_MAX; i++) {
         raised += RAISE;
         reference += RAISE;
         job->dev->kernels.sparse.cluster.score(&a);
-        sum = job->dev->kernels.sparse.sum(a.mass, CLUSTERS);
     }
-    job->cluster_sums[at] = sum;
+    job->cluster_sums[at] = *a.sums;
     job->cluster_raised[at] = raised;
 }
 
 static void survey_vote(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote)
 {
     uint32_t row = row_of_vote(p, vote), d = job->kv->head_dim, head = kv_head * job->heads_per_kv;
-    float    references[HSRI_ATTEND_MAX_QUERIES];
+    float    references[HSRI_ATTEND_MAX_QUERIES], sums[HSRI_ATTEND_MAX_QUERIES];
     hsri_cluster_score_args a = { .record = record_at(job, p, kv_head, segment), .shape = &p->seq->index_shape, .scale = job->scale,
-                                  .reference = references, .mass_stride = job->max_segments * CLUSTERS };
+                                  .reference = references, .mass_stride = job->max_segments * CLUSTERS, .sums = sums };
 
     for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
         uint64_t query = ((uint64_t)row * job->n_heads + head + h0) * d;
@@ -150,28 +156,46 @@ static measure measure_clusters(const select_job *job, const pick_state *p, uint
                           reference_of(job, row_of_vote(p, vote), head));
 }
 
-/* Worth of each cluster: its probability, summed over the voting rows and the heads of the group. Segment by segment, so that sums stay in
- * the cache. */
-static void weigh_vote(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head, uint32_t n_heads, float *worth)
+/* Worth of a cluster: its probability, summed over the voting rows and the heads of the group. */
+static void write_shares(const select_job *job, const pick_state *p)
 {
-    measure m[HSRI_ATTEND_MAX_QUERIES];
+    for (uint32_t vote = 0; vote < p->n_votes; vote++)
+        for (uint32_t head = 0; head < job->n_heads; head++) {
+            measure m = measure_clusters(job, p, vote, head);
+            float  *share = job->cluster_share + segments_at(job, p, vote, head);
 
-    for (uint32_t h = 0; h < n_heads; h++)
-        m[h] = measure_clusters(job, p, vote, head + h);
-    for (uint32_t i = 0; i < p->n_segments; i++)
-        for (uint32_t h = 0; h < n_heads; h++)
-            if (m[h].all > 0.0)
-                job->dev->kernels.sparse.add_scaled(worth + (uint64_t)i * CLUSTERS, (float)(chunk_factor(&m[h], i) / m[h].all),
-                                                    m[h].mass + (uint64_t)i * CLUSTERS, CLUSTERS);
+            for (uint32_t i = 0; i < p->n_segments; i++)
+                share[i] = m.all > 0.0 ? (float)(chunk_factor(&m, i) / m.all) : 0.0f;
+        }
 }
 
-static void weigh_clusters(const select_job *job, const pick_state *p, uint32_t kv_head, float *worth)
+static void weigh_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
 {
-    memset(worth, 0, (uint64_t)p->n_segments * CLUSTERS * sizeof *worth);
+    uint64_t at = list_at(job, p, kv_head) * job->max_segments + segment;
+    float   *worth = job->cluster_worth + at * CLUSTERS;
+
+    memset(worth, 0, CLUSTERS * sizeof *worth);
     for (uint32_t vote = 0; vote < p->n_votes; vote++)
-        for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES)
-            weigh_vote(job, p, vote, kv_head * job->heads_per_kv + h0,
-                       (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0), worth);
+        for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
+            uint64_t i = segments_at(job, p, vote, h) + segment;
+
+            if (job->cluster_share[i] > 0.0f)
+                job->dev->kernels.sparse.add_scaled(worth, job->cluster_share[i], job->cluster_mass + i * CLUSTERS, CLUSTERS);
+        }
+    hsri_top_sets(&job->dev->kernels.sparse, worth, CLUSTERS, job->cluster_best + at * SEGMENT_SETS);
+}
+
+static void weigh_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const select_job *job = arg;
+
+    (void)worker;
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t          i = item;
+        const pick_state *p = find_pick(job, &i, survey_items);
+
+        weigh_segment(job, p, (uint32_t)(i / p->n_segments), (uint32_t)(i % p->n_segments));
+    }
 }
 
 /* Clusters that may be among the best of a list. */
@@ -179,7 +203,7 @@ typedef struct contest {
     const select_job *job;
     const pick_state *pick;
     uint32_t     kv_head, n_clusters;
-    const float *worth;
+    const float *worth, *best;
     uint32_t    *index, *bits, *weight, n;      /* of those that take part: number, worth as a word, tokens */
     uint32_t    *rivals;                        /* which of these may be the last one taken */
 } contest;
@@ -216,10 +240,8 @@ static uint64_t enter(contest *c, float least)
  * If they have too few tokens, by a lower one, and then all enter. */
 static uint64_t enter_best(contest *c, uint32_t limit)
 {
-    const hsri_sparse_kernels *kernels = &c->job->dev->kernels.sparse;
-
     for (uint32_t size = 2 * HSRI_SEGMENT_TOKENS / CLUSTERS; size > 1; size /= 2) {
-        float    least = hsri_top_bar(kernels, c->worth, c->n_clusters, limit / size + 1, c->index);
+        float    least = hsri_top_bar(c->best, c->n_clusters / HSRI_TOP_SET, limit / size + 1, c->index);
         uint64_t tokens = enter(c, least);
 
         if (tokens > limit || least == 0.0f)
@@ -326,11 +348,10 @@ static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
         uint64_t          i = item, most = job->max_segments * CLUSTERS;
         const pick_state *p = find_pick(job, &i, list_items);
         uint32_t          kv_head = (uint32_t)i, *work = job->cluster_work + work_at(job, p, kv_head);
-        float            *worth = job->cluster_worth + list_at(job, p, kv_head) * most;
-        contest           c = { .job = job, .pick = p, .kv_head = kv_head, .n_clusters = p->n_segments * CLUSTERS, .worth = worth,
-                                .index = work, .bits = work + most, .weight = work + 2 * most, .rivals = work + 3 * most };
+        contest           c = { .job = job, .pick = p, .kv_head = kv_head, .n_clusters = p->n_segments * CLUSTERS,
+                                .worth = job->cluster_worth + list_at(job, p, kv_head) * most,
+                                .best = job->cluster_best + list_at(job, p, kv_head) * job->max_segments * SEGMENT_SETS, .index = work, .bits = work + most, .weight = work + 2 * most, .rivals = work + 3 * most };
 
-        weigh_clusters(job, p, kv_head, worth);
         take_best(&c, p->settings->candidates);
         write_firsts(&c);
         for (uint32_t vote = 0; vote < p->n_votes; vote++)
@@ -343,7 +364,7 @@ static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
 
 static uint32_t *marks_at(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
 {
-    return job->marks + (list_at(job, p, kv_head) * job->max_segments + segment) * MARK_WORDS;
+    return job->marks + (list_at(job, p, kv_head) * job->max_segments + segment) * HSRI_MARK_WORDS;
 }
 
 static uint32_t *listed_at(const select_job *job, const pick_state *p, uint32_t kv_head)
@@ -361,8 +382,9 @@ static void mark_segment(const select_job *job, const pick_state *p, uint32_t kv
     const hsri_cluster_layout layout = hsri_cluster_layout_of(&p->seq->index_shape);
     const uint8_t  *record = record_at(job, p, kv_head, segment);
     const uint16_t *starts = (const uint16_t *)(record + layout.starts), *positions = (const uint16_t *)(record + layout.positions);
-    const uint32_t *taken = job->first_taken + taken_at(job, p, kv_head) + segment, *clusters = job->cluster_work + work_at(job, p, kv_head);
-    uint32_t        marks[MARK_WORDS] = { 0 };
+    const uint32_t *taken = job->first_taken + taken_at(job, p, kv_head) + segment;
+    const uint32_t *clusters = job->cluster_work + work_at(job, p, kv_head);
+    uint32_t        marks[HSRI_MARK_WORDS] = { 0 };
 
     for (uint32_t i = taken[0]; i < taken[1]; i++)
         __builtin_prefetch(&positions[starts[clusters[i] % CLUSTERS]]);
@@ -410,7 +432,7 @@ static void count_marks(const select_job *job, const pick_state *p, uint32_t kv_
         const uint32_t *marks = marks_at(job, p, kv_head, segment);
 
         first[segment] = n;
-        for (uint32_t i = 0; i < MARK_WORDS; i++)
+        for (uint32_t i = 0; i < HSRI_MARK_WORDS; i++)
             n += (uint32_t)__builtin_popcount(marks[i]);
     }
     first[p->n_segments] = n;
@@ -446,7 +468,10 @@ void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job)
     uint64_t n_surveys = all_items(job, survey_items), n_votes = job->n_picks ? job->picks[0].n_votes : 0;
 
     hsri_cpu_run_items(dev, n_surveys, n_surveys * n_votes * job->heads_per_kv * SURVEY_NS, survey_run, job);
-    hsri_cpu_run_items(dev, all_items(job, list_items), n_surveys * CLUSTERS * (LIST_NS + n_votes * job->heads_per_kv / 8), list_run, job);
+    for (uint32_t i = 0; i < job->n_picks; i++)
+        write_shares(job, &job->picks[i]);
+    hsri_cpu_run_items(dev, n_surveys, n_surveys * n_votes * job->heads_per_kv * WEIGH_NS, weigh_run, job);
+    hsri_cpu_run_items(dev, all_items(job, list_items), n_surveys * LIST_NS, list_run, job);
     hsri_cpu_run_items(dev, n_surveys, n_surveys * MARK_NS, mark_run, job);
     for (uint32_t i = 0; i < job->n_picks; i++)
         for (uint32_t kv_head = 0; kv_head < job->kv->n_kv_heads && job->picks[i].n_segments; kv_head++)
@@ -455,14 +480,14 @@ void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job)
 
 /* ---- tokens of the clusters taken ---- */
 
-/* Masses of the units of a segment, for one head; returns how much the reference was raised. Its clusters have been scored by a reference
- * that may be higher than its own, `raised`, and tokens may need one that is higher still. */
-static float members_raised(const select_job *job, hsri_member_score_args a, float raised)
+/* Of one head and n units; returns how much the reference was raised. Its clusters have been scored by a reference that may be higher than
+ * its own, `raised`, and tokens may need one that is higher still. */
+static float members_raised(const select_job *job, hsri_member_score_args a, uint64_t n, float raised)
 {
     const hsri_sparse_kernels *kernels = &job->dev->kernels.sparse;
     float cluster_mass[CLUSTERS];
 
-    for (uint32_t i = 0; i < MAX_RAISES && kernels->sum(a.mass, HSRI_SEGMENT_UNITS) >= HSRI_MASS_MAX; i++) {
+    for (uint32_t i = 0; i < MAX_RAISES && kernels->sum(a.mass, n) >= HSRI_MASS_MAX; i++) {
         raised += RAISE;
         for (uint32_t k = 0; k < CLUSTERS; k++)
             cluster_mass[k] = (i ? cluster_mass[k] : a.cluster_mass[k]) * expf(-RAISE);
@@ -472,56 +497,46 @@ static float members_raised(const select_job *job, hsri_member_score_args a, flo
     return raised;
 }
 
-/* Of a row of the segment's units, those of marked pages. */
-static void keep_marked(const float *units, const uint32_t *marks, float *out)
+static void score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote)
 {
-    for (uint32_t i = 0; i < MARK_WORDS; i++)
-        for (uint32_t bits = marks[i]; bits; bits &= bits - 1, out += HSRI_PAGE_UNITS)
-            memcpy(out, units + (32 * i + (uint32_t)__builtin_ctz(bits)) * HSRI_PAGE_UNITS, HSRI_PAGE_UNITS * sizeof *out);
-}
-
-static void score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote, float *scratch)
-{
-    const uint32_t *taken = job->first_taken + taken_at(job, p, kv_head) + segment, *marks = marks_at(job, p, kv_head, segment);
-    const uint64_t  first = (uint64_t)first_listed_at(job, p, kv_head)[segment] * HSRI_PAGE_UNITS;
+    const uint32_t *taken = job->first_taken + taken_at(job, p, kv_head) + segment;
+    const uint32_t *listed = first_listed_at(job, p, kv_head) + segment;
     uint32_t        row = row_of_vote(p, vote), d = job->kv->head_dim, head = kv_head * job->heads_per_kv;
     hsri_member_score_args a = { .record = record_at(job, p, kv_head, segment), .shape = &p->seq->index_shape,
                                  .clusters = job->cluster_work + work_at(job, p, kv_head) + taken[0], .n_clusters = taken[1] - taken[0],
-                                 .scale = job->scale, .cluster_stride = job->max_segments * CLUSTERS, .mass = scratch,
-                                 .mass_stride = HSRI_SEGMENT_UNITS };
+                                 .scale = job->scale, .cluster_stride = job->max_segments * CLUSTERS,
+                                 .marks = marks_at(job, p, kv_head, segment), .mass_stride = job->max_units };
 
     for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
         a.n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
         a.rotated = job->rotated + ((uint64_t)row * job->n_heads + head + h0) * d;
         a.cluster_mass = job->cluster_mass + (segments_at(job, p, vote, head + h0) + segment) * CLUSTERS;
+        a.mass = job->mass + mass_at(job, p, vote, head + h0) + (uint64_t)listed[0] * HSRI_PAGE_UNITS;
         job->dev->kernels.sparse.cluster.score_members(&a);
         for (uint32_t h = 0; h < a.n_heads; h++) {
             hsri_member_score_args one = a;
-            uint32_t of = head + h0 + h;
 
             one.n_heads = 1;
             one.rotated += (uint64_t)h * d;
             one.cluster_mass += h * a.cluster_stride;
             one.mass += h * a.mass_stride;
-            job->raised[chunk_at(job, p, vote, of) + segment] =
-                members_raised(job, one, job->cluster_raised[segments_at(job, p, vote, of) + segment]);
-            keep_marked(one.mass, marks, job->mass + mass_at(job, p, vote, of) + first);
+            job->raised[chunk_at(job, p, vote, head + h0 + h) + segment] =
+                members_raised(job, one, (uint64_t)(listed[1] - listed[0]) * HSRI_PAGE_UNITS,
+                               job->cluster_raised[segments_at(job, p, vote, head + h0 + h) + segment]);
         }
     }
 }
 
-_Static_assert(HSRI_ATTEND_MAX_QUERIES * HSRI_SEGMENT_UNITS <= HSRI_CPU_SCRATCH, "units of a segment fit a worker's scratch");
-
-void hsri_cpu_score_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, float *scratch)
+void hsri_cpu_score_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
 {
     const uint32_t *marks = marks_at(job, p, kv_head, segment), page = p->first_page + segment * HSRI_SEGMENT_PAGES;
     uint32_t       *listed = listed_at(job, p, kv_head) + first_listed_at(job, p, kv_head)[segment];
 
-    for (uint32_t i = 0; i < MARK_WORDS; i++)
+    for (uint32_t i = 0; i < HSRI_MARK_WORDS; i++)
         for (uint32_t bits = marks[i]; bits; bits &= bits - 1)
             *listed++ = page + 32 * i + (uint32_t)__builtin_ctz(bits);
     for (uint32_t vote = 0; vote < p->n_votes; vote++)
-        score_members(job, p, kv_head, segment, vote, scratch);
+        score_members(job, p, kv_head, segment, vote);
 }
 
 /* ---- one measure ---- */

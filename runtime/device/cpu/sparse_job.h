@@ -8,6 +8,7 @@
 
 #include "base/array.h"
 #include "device/cpu/pages.h"
+#include "device/cpu/sparse_select.h"
 
 #define BATCH_VOTES (HSRI_PICK_ROWS / HSRI_PICK_STRIDE)   /* a whole prompt run, or as many decode rows */
 
@@ -57,11 +58,13 @@ typedef struct select_job {
     uint64_t           max_segments;   /* 0: there are none */
     float             *cluster_mass;   /* [vote][head][segments][clusters] */
     float             *cluster_sums, *cluster_raised;   /* [vote][head][segments] */
+    float             *cluster_share;  /* [vote][head][segments]: what a mass is worth */
     float             *cluster_worth;  /* [pick][kv head][segments][clusters] */
+    float             *cluster_best;   /* [pick][kv head][segments][SEGMENT_SETS]: the largest of sets of these */
     uint32_t          *cluster_work;   /* [pick][kv head][4][segments][clusters], of which the first become
                                         * those that are taken, ascending */
     uint32_t          *first_taken;    /* [pick][kv head][segments + 1]: where those of a segment begin among them */
-    uint32_t          *marks;          /* [pick][kv head][segments][MARK_WORDS]: a bit for each page that is listed */
+    uint32_t          *marks;          /* [pick][kv head][segments][HSRI_MARK_WORDS]: a bit for each page that is listed */
     uint32_t          *first_listed;   /* [pick][kv head][segments + 1]: where pages of a segment begin in the list */
     uint32_t          *listed;         /* [pick][kv head][pages]: the list */
     double            *rest;           /* [vote][head]{ mass of the clusters not taken, its measure as `raised` } */
@@ -156,7 +159,7 @@ static inline uint32_t page_at(const page_list *l, uint32_t i) { return l->pages
 
 /* ---- sparse.c ---- */
 
-#define MARK_WORDS (HSRI_SEGMENT_PAGES / 32u)
+#define SEGMENT_SETS (HSRI_SEGMENT_CLUSTERS / HSRI_TOP_SET)
 #define SEGMENT_CHUNKS (HSRI_SEGMENT_PAGES / HSRI_SCORE_PAGES)
 #define CHUNK_UNITS (HSRI_SCORE_PAGES * HSRI_PAGE_UNITS)
 
@@ -201,8 +204,8 @@ uint32_t hsri_cpu_cluster_segments(const pick_state *p, uint64_t budget);
 /* Which clusters of the segments of all picks are worth their tokens' scores. */
 void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job);
 
-/* List the pages of a segment in which tokens of clusters taken are, and score their units. `scratch`: the worker's. */
-void hsri_cpu_score_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, float *scratch);
+/* List the pages of a segment in which tokens of clusters taken are, and score their units. */
+void hsri_cpu_score_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment);
 
 /* After all parts were scored: bring the masses of a kv head into one measure for each vote and head, as if they had been scored in chunks
  * of the list. */

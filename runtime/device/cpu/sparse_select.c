@@ -7,10 +7,6 @@
 #define PASSES 3u
 #define BINS 2048u
 
-/* What hsri_sparse_kernels.maxima makes of a block. */
-#define SETS 16u
-#define SETS_OF 256u
-
 static const uint32_t shifts[PASSES] = { 20, 9, 0 }, bins[PASSES] = { 2048, 2048, 512 };
 
 /* The bin of the want-th largest; *want becomes its rank within the bin. */
@@ -47,18 +43,23 @@ static uint32_t find_threshold(uint32_t *values, uint32_t n, uint32_t *want)
     return threshold;
 }
 
-/* The largest of each of many sets are values, too: of those, the want-th largest is reached by as many at least. */
-float hsri_top_bar(const hsri_sparse_kernels *kernels, const float *values, uint32_t n, uint32_t want, uint32_t *work)
+uint32_t hsri_top_sets(const hsri_sparse_kernels *kernels, const float *values, uint32_t n, float *largest)
 {
-    uint32_t n_sets = n / SETS_OF * SETS, bits;
-    float    largest[SETS], bar;
+    uint32_t n_sets = n / HSRI_TOP_BLOCK * (HSRI_TOP_BLOCK / HSRI_TOP_SET);
+
+    for (uint32_t i = 0; i < n_sets; i += HSRI_TOP_BLOCK / HSRI_TOP_SET)
+        kernels->maxima(values + i * HSRI_TOP_SET, largest + i);
+    return n_sets;
+}
+
+float hsri_top_bar(const float *largest, uint32_t n_sets, uint32_t want, uint32_t *work)
+{
+    uint32_t bits;
+    float    bar;
 
     if (want >= n_sets || want == 0)
         return 0.0f;
-    for (uint32_t i = 0; i < n_sets; i += SETS) {
-        kernels->maxima(values + i / SETS * SETS_OF, largest);
-        memcpy(work + i, largest, sizeof largest);
-    }
+    memmove(work, largest, n_sets * sizeof *work);
     bits = find_threshold(work, n_sets, &want);
     memcpy(&bar, &bits, sizeof bar);
     return bar;
@@ -66,7 +67,7 @@ float hsri_top_bar(const hsri_sparse_kernels *kernels, const float *values, uint
 
 hsri_top hsri_top_of(const hsri_sparse_kernels *kernels, const float *values, uint32_t n, uint32_t want, uint32_t *work)
 {
-    float    bar = hsri_top_bar(kernels, values, n, want, work);
+    float   *largest = (float *)work, bar = hsri_top_bar(largest, hsri_top_sets(kernels, values, n, largest), want, work);
     uint32_t left = kernels->reach(values, n, bar, work), threshold;
 
     if (want == 0)

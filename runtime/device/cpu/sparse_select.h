@@ -21,9 +21,15 @@ typedef struct hsri_top {
 /* The best `want` of n values, all of them if there are fewer. Values below zero and NaN are never taken. work: n words. */
 hsri_top hsri_top_of(const hsri_sparse_kernels *kernels, const float *values, uint32_t n, uint32_t want, uint32_t *work);
 
-/* A value that at least `want` of n reach, found with little work: the largest of sets of 16 are looked at alone. 0 if that finds none.
- * work: n words. */
-float hsri_top_bar(const hsri_sparse_kernels *kernels, const float *values, uint32_t n, uint32_t want, uint32_t *work);
+#define HSRI_TOP_SET 16u
+#define HSRI_TOP_BLOCK 256u
+
+/* The largest of each set of HSRI_TOP_SET of n values; what does not fill a block is left out. Returns how many there are. */
+uint32_t hsri_top_sets(const hsri_sparse_kernels *kernels, const float *values, uint32_t n, float *largest);
+
+/* A value that at least `want` of the values reach, found with little work: the largest of sets are values, too. 0 if that finds none.
+ * work: n_sets words. */
+float hsri_top_bar(const float *largest, uint32_t n_sets, uint32_t want, uint32_t *work);
 
 /* Whether the next value, in the order of positions, is taken. */
 static inline bool hsri_top_takes(hsri_top *top, float value)

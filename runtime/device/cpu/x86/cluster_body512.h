@@ -76,7 +76,10 @@ INLINE void score_vectors(const hsri_cluster_score_args *a, const hsri_cluster_l
     const __m512i   low4 = _mm512_set1_epi8(15);
     const uint8_t  *codes = a->record + at->codes;
     const uint16_t *starts = (const uint16_t *)(a->record + at->starts);
+    __m512          all[HEADS];
 
+    UNROLL for (uint32_t h = 0; h < n; h++)
+        all[h] = _mm512_setzero_ps();
     for (uint32_t v = 0; v < VECTORS; v++) {
         __m256i from = _mm256_loadu_si256((const __m256i *)(starts + 16 * v)),
                 to = _mm256_loadu_si256((const __m256i *)(starts + 16 * v + 1));
@@ -100,9 +103,13 @@ INLINE void score_vectors(const hsri_cluster_score_args *a, const hsri_cluster_l
             __m512 logit = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[h]), _mm512_set1_ps(heads[h].step), _mm512_set1_ps(heads[h].base));
             __m512 mass = _mm512_min_ps(_mm512_mul_ps(exp2_16(logit), tokens), _mm512_set1_ps(HSRI_MASS_MAX));
 
-            _mm512_storeu_ps(a->mass + (h0 + h) * a->mass_stride + 16 * v, _mm512_maskz_mov_ps(some, mass));
+            mass = _mm512_maskz_mov_ps(some, mass);
+            all[h] = _mm512_add_ps(all[h], mass);
+            _mm512_storeu_ps(a->mass + (h0 + h) * a->mass_stride + 16 * v, mass);
         }
     }
+    UNROLL for (uint32_t h = 0; h < n; h++)
+        a->sums[h0 + h] = _mm512_reduce_add_ps(all[h]);
 }
 
 INLINE void score_heads(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, const cluster_head *heads, uint32_t h0, uint32_t n)
@@ -207,21 +214,37 @@ INLINE void member_masses(const int32_t *codes, __mmask16 mask, const cluster_he
     }
 }
 
-/* Rows of units from units of heads. */
-static void store_members(const hsri_member_score_args *a, const float (*units)[HEADS], uint32_t h0, uint32_t n)
+/* The units of a page, of up to four heads side by side. */
+typedef struct page_masses {
+    _Alignas(64) float units[HSRI_PAGE_UNITS][HEADS];
+} page_masses;
+
+static void clear_marked(const uint32_t *marks, page_masses *pages)
+{
+    for (uint32_t i = 0; i < HSRI_MARK_WORDS; i++)
+        for (uint32_t bits = marks[i]; bits; bits &= bits - 1)
+            _mm512_store_ps(pages[32 * i + (uint32_t)__builtin_ctz(bits)].units, _mm512_setzero_ps());
+}
+
+/* Rows of marked pages' units from units of heads. */
+INLINE void store_marked(const hsri_member_score_args *a, const page_masses *pages, uint32_t h0, uint32_t n)
 {
     const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    float        *mass = a->mass + h0 * a->mass_stride;
 
-    for (uint32_t u = 0; u < HSRI_SEGMENT_UNITS; u += 16) {
-        __m512 v[HEADS];
+    for (uint32_t i = 0; i < HSRI_MARK_WORDS; i++)
+        for (uint32_t bits = a->marks[i]; bits; bits &= bits - 1, mass += HSRI_PAGE_UNITS) {
+            __m512 v = _mm512_load_ps(pages[32 * i + (uint32_t)__builtin_ctz(bits)].units);
 
-        UNROLL for (uint32_t i = 0; i < HEADS; i++)
-            v[i] = _mm512_load_ps(units[u + 4 * i]);
-        transpose4(v);
-        for (uint32_t h = 0; h < n; h++)
-            _mm512_storeu_ps(a->mass + (h0 + h) * a->mass_stride + u,
-                             _mm512_min_ps(_mm512_permutexvar_ps(order, v[h]), _mm512_set1_ps(HSRI_MASS_MAX)));
-    }
+            v = _mm512_min_ps(_mm512_permutexvar_ps(order, v), _mm512_set1_ps(HSRI_MASS_MAX));
+            _mm_storeu_ps(mass, _mm512_castps512_ps128(v));
+            if (n > 1)
+                _mm_storeu_ps(mass + a->mass_stride, _mm512_extractf32x4_ps(v, 1));
+            if (n > 2)
+                _mm_storeu_ps(mass + 2 * a->mass_stride, _mm512_extractf32x4_ps(v, 2));
+            if (n > 3)
+                _mm_storeu_ps(mass + 3 * a->mass_stride, _mm512_extractf32x4_ps(v, 3));
+        }
 }
 
 INLINE void member_heads(const hsri_member_score_args *a, const hsri_cluster_layout *at, const cluster_head *heads, uint32_t h0, uint32_t n,
@@ -229,11 +252,12 @@ INLINE void member_heads(const hsri_member_score_args *a, const hsri_cluster_lay
 {
     const uint16_t *starts = (const uint16_t *)(a->record + at->starts), *positions = (const uint16_t *)(a->record + at->positions);
     const int32_t  *codes = (const int32_t *)(a->record + at->tokens);
-    _Alignas(64) float units[HSRI_SEGMENT_UNITS][HEADS], each[HEADS];
+    page_masses     pages[HSRI_SEGMENT_PAGES];
+    float           each[HEADS];
 
     for (uint32_t i = 0; i < AHEAD; i++)
         fetch_members(a, at, i, n_sets);
-    memset(units, 0, sizeof units);
+    clear_marked(a->marks, pages);
     for (uint32_t i = 0; i < a->n_clusters; i++) {
         uint32_t k = a->clusters[i] % HSRI_SEGMENT_CLUSTERS, end = starts[k + 1];
         float    share = 1.0f / (float)(end - starts[k]);
@@ -251,13 +275,14 @@ INLINE void member_heads(const hsri_member_score_args *a, const hsri_cluster_lay
             UNROLL for (uint32_t j = 0; j < 4; j++)
                 _mm512_store_ps(tokens[j], mass[j]);
             for (uint32_t t = 0; t < part; t++) {
-                float *unit = units[positions[first + t] / HSRI_UNIT_TOKENS];
+                uint32_t u = positions[first + t] / HSRI_UNIT_TOKENS;
+                float   *unit = pages[u / HSRI_PAGE_UNITS].units[u % HSRI_PAGE_UNITS];
 
                 _mm_store_ps(unit, _mm_add_ps(_mm_load_ps(unit), _mm_load_ps(tokens[t % 4] + t / 4 * 4)));
             }
         }
     }
-    store_members(a, units, h0, n);
+    store_marked(a, pages, h0, n);
 }
 
 INLINE void member_sets(const hsri_member_score_args *a, const hsri_cluster_layout *at, const cluster_head *heads, uint32_t h0, uint32_t n)
