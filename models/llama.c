@@ -41,7 +41,7 @@ static void layer(const hsri_forward *f, uint32_t i)
                         l->q_norm, l->k_norm, &f->rope, s->compound, s->queries);
     hsri_forward_attend(f, i);
     op->linear_add(f->queue, &l->out, l->out_bias, s->attended, rows, s->compound, s->x);
-
+    hsri_forward_foresee(f, i + 1);
     op->mlp_add(f->queue, s->x, l->ffn_norm, hp->rms_norm_eps, &l->gate_up, l->gate_up_bias, &l->down, l->down_bias, rows, s->compound,
                 s->ffn);
 }

@@ -133,6 +133,7 @@ typedef struct hsri_span {
     uint32_t first_pick, n_picks;
     uint32_t first_mass_row, n_mass_rows;   /* rows that add to their sequence's mass table */
     uint32_t mass_pages;        /* pages that they read, the most of any */
+    bool     foreseen;          /* some of its rows note what they found, for the next ones to guess by */
     hsri_layer_set dense_layers;
 } hsri_span;
 
@@ -197,5 +198,10 @@ void hsri_forward_logits(const hsri_forward *f, hsri_ref index /* uint32[n] */, 
 
 /* Attention of the batch over its pages (attention.c): scratch.queries -> scratch.attended. */
 void hsri_forward_attend(const hsri_forward *f, uint32_t layer);
+
+/* While scratch.x is near to what it will be at `layer`: guess what rows will select there, so that its pages are on their way when they
+ * are asked for (foresee.c). Nothing but time depends on it. Overwrites what the layer will: its new keys and
+ * values, scratch.queries and scratch.rotated. */
+void hsri_forward_foresee(const hsri_forward *f, uint32_t layer);
 
 #endif

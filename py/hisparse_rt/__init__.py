@@ -34,7 +34,7 @@ from .errors import (
 )
 from .generate import generate
 from .load import load
-from .model import EngineStats, Model, ModelInfo
+from .model import EngineStats, Model, ModelInfo, PrefetchStats
 from .plan import Plan, plan
 from .request import Sampling
 from .result import Result, TokenLogprob
@@ -44,6 +44,7 @@ from .stream import Stream
 __all__ = [
     "AsyncStream", "BusyError", "ContextError", "Conversation", "EngineStats", "FileError", "FileMissingError", "ForkedError",
     "FormatError", "HisparseError", "InternalError", "InvalidError", "Model", "ModelInfo", "NoSpaceError", "NonFiniteError",
-    "OutOfMemoryError", "Plan", "Result", "Sampling", "Session", "SessionStats", "StateError", "Stream", "TemplateError", "TokenError",
-    "TokenLogprob", "TokenizerError", "UnsupportedError", "VersionError", "WorkCancelledError", "__version__", "generate", "load", "plan",
+    "OutOfMemoryError", "Plan", "PrefetchStats", "Result", "Sampling", "Session", "SessionStats", "StateError", "Stream",
+    "TemplateError", "TokenError", "TokenLogprob", "TokenizerError", "UnsupportedError", "VersionError", "WorkCancelledError",
+    "__version__", "generate", "load", "plan",
 ]

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 def load(
     path: str | bytes | os.PathLike[Any], *, ram: int | str | None = None, hot: int | str | None = None, warm: int | str | None = None,
     cold: str | bytes | os.PathLike[Any] | None = None, cold_size: int | str | None = None, io: str = "auto", io_deadline: float = 30.0,
-    importance: str = "balanced", prefetch: int = 4, threads: int = 0,
+    importance: str = "balanced", prefetch: int = 4, prefetch_sources: Iterable[str] | None = None, threads: int = 0,
     isa: str = "auto", kv: str = "auto", chunk: int = 512, max_sessions: int = 256, max_batch: int = 1024, dtype: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None, log: logging.Logger | None = None, debug_async: bool = False,
     readable_tiers: str = "all", profile: ProfileLike = 0, calibration: str | bytes | os.PathLike[Any] | Literal[False] | None = None,
@@ -37,6 +38,8 @@ def load(
     io_deadline   seconds after which a page that is waited for fails its session
     importance    which pages stay in memory: "balanced", "summarize" (near ones), "chat" (those attended most)
     prefetch      groups of pages read ahead of need; 0: none
+    prefetch_sources   why they are: "groups" (the next to be attended), "rising" (pages that became important), "query" (those that the
+                  next layer is guessed to select, of sparse sessions). None: the first two. Results are the same with any
     threads       threads that compute, 0 to 1024; 0: as many as the machine gives this process
     isa           highest instruction set to use: "auto", "reference", "avx2", "avx512" or "amx"
     kv            key-value format of sessions: "f32", "bf16", "int8", "compact" and "vtq" (which need a calibration), or "auto" (f32 for
@@ -58,8 +61,9 @@ def load(
     name = os.fsdecode(source)
     engine: dict[str, Any] = {
         "ram": ram, "hot": hot, "warm": warm, "cold": cold, "cold_size": cold_size, "io": io, "io_deadline": io_deadline,
-        "importance": importance, "prefetch": prefetch, "threads": threads, "isa": isa, "kv": kv, "chunk": chunk,
-        "max_sessions": max_sessions, "max_batch": max_batch, "log": log, "debug_async": debug_async, "readable_tiers": readable_tiers,
+        "importance": importance, "prefetch": prefetch, "prefetch_sources": prefetch_sources, "threads": threads, "isa": isa, "kv": kv,
+        "chunk": chunk, "max_sessions": max_sessions, "max_batch": max_batch, "log": log, "debug_async": debug_async,
+        "readable_tiers": readable_tiers,
     }
     engine_options(**engine)  # a wrong option is told before a long conversion
     if dtype is not None and dtype not in DTYPES.values():

@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 ISA_LEVELS = {"auto": lib.HSR_ISA_AUTO, "reference": lib.HSR_ISA_REFERENCE, "avx2": lib.HSR_ISA_AVX2, "avx512": lib.HSR_ISA_AVX512,
               "amx": lib.HSR_ISA_AMX}
+PREFETCH_SOURCES = {"groups": lib.HSR_PREFETCH_GROUPS, "rising": lib.HSR_PREFETCH_RISING, "query": lib.HSR_PREFETCH_QUERY}
 READABLE = {"all": lib.HSR_READ_ALL, "hot": lib.HSR_READ_HOT}
 IO_ENGINES = {"auto": lib.HSR_IO_AUTO, "uring": lib.HSR_IO_URING, "pread": lib.HSR_IO_PREAD}
 IMPORTANCES = {"balanced": lib.HSR_IMPORTANCE_BALANCED, "summarize": lib.HSR_IMPORTANCE_SUMMARIZE, "chat": lib.HSR_IMPORTANCE_CHAT}
@@ -70,6 +71,19 @@ class ModelInfo:
     eos_tokens: tuple[int, ...]
     weight_bytes: int
     n_params: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchStats:
+    """What became of pages that were read ahead for one reason."""
+
+    pages: int
+    hits: int
+    """Of these, attended."""
+    wasted: int
+    """And gone from memory again without that."""
+    bytes: int
+    wasted_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +146,8 @@ class EngineStats:
     """Pages that moved back."""
     warm_dropped: int
     """Pages that left warm memory for others."""
+    prefetch: dict[str, PrefetchStats]
+    """The cold_prefetch counters by source: those of `load(prefetch_sources=...)`, and "late", what was not waited for."""
 
 
 class _Native:
@@ -165,13 +181,14 @@ class Model:
     def __init__(
         self, path: str | bytes | os.PathLike[Any], *, ram: int | str | None = None, hot: int | str | None = None,
         warm: int | str | None = None, cold: str | bytes | os.PathLike[Any] | None = None, cold_size: int | str | None = None,
-        io: str = "auto", io_deadline: float = 30.0, importance: str = "balanced", prefetch: int = 4, threads: int = 0,
-        isa: str = "auto", kv: str = "auto", chunk: int = 512, max_sessions: int = 256, max_batch: int = 1024,
+        io: str = "auto", io_deadline: float = 30.0, importance: str = "balanced", prefetch: int = 4,
+        prefetch_sources: Iterable[str] | None = None, threads: int = 0, isa: str = "auto", kv: str = "auto", chunk: int = 512,
+        max_sessions: int = 256, max_batch: int = 1024,
         log: logging.Logger | None = None, debug_async: bool = False, readable_tiers: str = "all", profile: ProfileLike = 0,
         calibration: str | bytes | os.PathLike[Any] | None = None,
     ) -> None:
         opts = engine_options(ram=ram, hot=hot, warm=warm, cold=cold, cold_size=cold_size, io=io, io_deadline=io_deadline,
-                              importance=importance, prefetch=prefetch, threads=threads, isa=isa,
+                              importance=importance, prefetch=prefetch, prefetch_sources=prefetch_sources, threads=threads, isa=isa,
                               kv=kv, chunk=chunk, max_sessions=max_sessions,
                               max_batch=max_batch, log=log, debug_async=debug_async, readable_tiers=readable_tiers)
         name = os.fsencode(path)
@@ -224,7 +241,9 @@ class Model:
             call(lib.hsr_engine_get_stats, self._native.engine.pointer, native)
         values = {field.name: getattr(native, field.name) for field in fields(EngineStats)}
         isa = next((name for name, level in ISA_LEVELS.items() if level == native.isa), "?")
-        return EngineStats(**{**values, "isa": isa, "io_engine": ffi.string(native.io_engine).decode()})
+        prefetch = {source: PrefetchStats(*(getattr(one, field.name) for field in fields(PrefetchStats)))
+                    for source, one in zip((*PREFETCH_SOURCES, "late"), native.prefetch, strict=True)}
+        return EngineStats(**{**values, "isa": isa, "io_engine": ffi.string(native.io_engine).decode(), "prefetch": prefetch})
 
     # ---- text
 
@@ -508,8 +527,9 @@ class Model:
 
 def engine_options(
     *, ram: int | str | None, hot: int | str | None, warm: int | str | None, cold: str | bytes | os.PathLike[Any] | None,
-    cold_size: int | str | None, io: str, io_deadline: float, importance: str, prefetch: int, threads: int, isa: str,
-    kv: str, chunk: int, max_sessions: int, max_batch: int, log: logging.Logger | None, debug_async: bool, readable_tiers: str,
+    cold_size: int | str | None, io: str, io_deadline: float, importance: str, prefetch: int, prefetch_sources: Iterable[str] | None,
+    threads: int, isa: str, kv: str, chunk: int, max_sessions: int, max_batch: int, log: logging.Logger | None, debug_async: bool,
+    readable_tiers: str,
 ) -> Any:
     """The options of `load` as an hsr_engine_opts; an error if one of them is wrong."""
     if ram is not None and (hot is not None or warm is not None):
@@ -542,6 +562,8 @@ def engine_options(
     opts.io_deadline_ms = milliseconds("io_deadline", io_deadline)
     opts.readable_tiers = READABLE[readable_tiers]
     opts.prefetch_depth = integer("prefetch", prefetch, 0, 4096)
+    if prefetch_sources is not None:
+        opts.prefetch_sources = _sources(prefetch_sources)
     if cold is not None:
         _DIRECTORIES[opts] = ffi.new("char[]", _path_bytes(cold))
         opts.cold_dir = _DIRECTORIES[opts]
@@ -557,6 +579,15 @@ def _path_bytes(path: str | bytes | os.PathLike[Any]) -> bytes:
     if b"\0" in name:
         raise InvalidError("the path has a NUL character in it")
     return name
+
+
+def _sources(names: Iterable[str]) -> int:
+    sources = 0
+    for name in [names] if isinstance(names, str) else names:
+        if name not in PREFETCH_SOURCES:
+            raise InvalidError(f"prefetch_sources has {name!r}, known ones are {', '.join(PREFETCH_SOURCES)}")
+        sources |= PREFETCH_SOURCES[name]
+    return sources
 
 
 def check_budget(value: int | str) -> int:

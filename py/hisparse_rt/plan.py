@@ -101,9 +101,8 @@ def plan(
 def engine_opts(**given: Any) -> Any:
     """The options of `load` that a plan counts with, as an hsr_engine_opts."""
     known = {"ram": None, "hot": None, "warm": None, "cold": None, "cold_size": None, "io": "auto", "io_deadline": 30.0,
-             "importance": "balanced", "prefetch": 4, "threads": 0, "isa": "auto", "kv": "auto", "chunk": 512, "max_sessions": 256,
-             "max_batch": 1024, "log": None,
-             "debug_async": False, "readable_tiers": "all"}
+             "importance": "balanced", "prefetch": 4, "prefetch_sources": None, "threads": 0, "isa": "auto", "kv": "auto", "chunk": 512,
+             "max_sessions": 256, "max_batch": 1024, "log": None, "debug_async": False, "readable_tiers": "all"}
     for name in given:
         if name not in known:
             raise TypeError(f"plan() has no option {name!r}")

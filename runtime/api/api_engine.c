@@ -15,6 +15,7 @@ void hsr_engine_opts_init(hsr_engine_opts *opts, uint32_t struct_size)
     const hsr_engine_opts defaults = {
         .struct_size = sizeof defaults, .chunk_tokens = 512, .max_sessions = 256, .max_batch = 1024, .log_level = HSR_LOG_WARN,
         .io_deadline_ms = 30000, .enter_above = 0.7f, .leave_below = 0.5f, .prefetch_depth = 4,
+        .prefetch_sources = HSR_PREFETCH_DEFAULT,
     };
     hsri_struct_fill(opts, struct_size, &defaults, sizeof defaults);
 }
@@ -30,6 +31,9 @@ hsr_status hsri_check_engine_opts(const hsr_engine_opts *o, hsr_error *err)
     HSRI_TRY(hsri_in_range("io_deadline_ms", o->io_deadline_ms, 1, INT32_MAX, err));
     HSRI_TRY(hsri_in_range("importance", o->importance, HSR_IMPORTANCE_BALANCED, HSR_IMPORTANCE_CHAT, err));
     HSRI_TRY(hsri_in_range("prefetch_depth", o->prefetch_depth, 0, 4096, err));
+    const uint32_t sources = HSR_PREFETCH_GROUPS | HSR_PREFETCH_RISING | HSR_PREFETCH_QUERY;
+    if (o->prefetch_sources & ~sources)
+        return hsri_fail(err, HSR_E_INVALID, "prefetch_sources is 0x%x, this library knows 0x%x", o->prefetch_sources, sources);
     HSRI_TRY(hsri_in_range("readable_tiers", o->readable_tiers, HSR_READ_ALL, HSR_READ_HOT, err));
     if (o->readable_tiers == HSR_READ_HOT && o->warm_bytes != 0 && !o->cold_dir)
         return hsri_fail(err, HSR_E_INVALID, "readable_tiers HOT with warm_bytes needs a cold_dir: pages have their place there");

@@ -311,6 +311,19 @@ static void async_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_v
     PUSH(q, run_select, select, *batch, *kv, *lists, queries, rotated, acc, sparse, picks, scratch, layer, n_heads, scale);
 }
 
+static void run_foresee(hsri_queue *q, const args *u)
+{
+    const select_args *a = &u->select;
+    q->dev->ops.foresee(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->sparse, a->picks,
+                        a->scratch, &a->lists);
+}
+
+static void async_foresee(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                          hsri_ref queries, hsri_ref rotated, hsri_ref sparse, hsri_ref picks, hsri_ref scratch, const hsri_lists *lists)
+{
+    PUSH(q, run_foresee, select, *batch, *kv, *lists, queries, rotated, { 0 }, sparse, picks, scratch, layer, n_heads, scale);
+}
+
 static void run_page_parts(hsri_queue *q, const args *u)
 {
     const page_parts_args *a = &u->page_parts;
@@ -626,7 +639,7 @@ static void fill_ops(hsri_ops *ops)
         .seal = async_seal, .cluster = async_cluster,
         .attend = async_attend, .attend_fixed = async_attend_fixed, .attend_list = async_attend_list,
         .page_parts = async_page_parts, .add_masses = async_add_masses, .top_pages = async_top_pages,
-        .rotate = async_rotate, .select = async_select, .set_aside = async_set_aside, .merge = async_merge,
+        .rotate = async_rotate, .select = async_select, .foresee = async_foresee, .set_aside = async_set_aside, .merge = async_merge,
         .sample = async_sample, .check_finite = async_check_finite,
         .norm_linear = async_norm_linear, .qkv_rope_append = async_qkv_rope_append, .gate_up_silu = async_gate_up_silu,
         .linear_add = async_linear_add, .mlp_add = async_mlp_add,

@@ -193,6 +193,11 @@ typedef struct hsri_ops {
     void (*select)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                    hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse /* hsri_sparse[n_seqs] */,
                    hsri_ref picks /* hsri_pick[] */, hsri_ref scratch, const hsri_lists *lists);
+    /* What `select` would choose for these queries among the pages that it noted for the layer when it last saw the sequence
+     * (hsri_sparse.scan): units and counts of the lists; none for picks without a scan. The rest of the lists is not touched. Needs the
+     * scratch of select. */
+    void (*foresee)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                    hsri_ref queries, hsri_ref rotated, hsri_ref sparse, hsri_ref picks, hsri_ref scratch, const hsri_lists *lists);
     /* After select, with the same arguments and acc: units that are marked HSRI_UNIT_AWAY, in lists of decode rows with virtual tokens,
      * leave their lists; their estimated mass and mean values go into virtual_part, and their mass out of covered. */
     void (*set_aside)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,

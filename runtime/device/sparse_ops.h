@@ -44,7 +44,21 @@ typedef struct hsri_sparse {
     uint32_t n_forced;              /* pages kept beside the budget, per (layer, kv head) */
     uint64_t seed;                  /* RANDOM */
     hsri_ref forced;                /* uint32[n_layers][n_kv_heads][n_forced], ascending pages, UINT32_MAX: none */
+    uint32_t scan_pages;            /* 0: no scan is noted */
+    hsri_ref scan;                  /* of scan_pages pages: `select` writes what it found for a decode row, `foresee` reads it */
 } hsri_sparse;
+
+/* A scan: of each layer, for each kv head how many pages, and the pages, those with the most probable units, ascending; and for each head
+ * the log of the mass that it read exactly, by which the estimates are measured. All words of 32 bits; all 0: nothing was noted yet. */
+static inline uint64_t hsri_scan_words(uint32_t n_layers, uint32_t n_kv_heads, uint32_t n_heads, uint32_t scan_pages)
+{
+    return n_layers * (n_kv_heads * (1ull + scan_pages) + n_heads);
+}
+
+static inline uint64_t hsri_scan_at(uint32_t n_kv_heads, uint32_t n_heads, uint32_t scan_pages, uint32_t layer, uint32_t kv_head)
+{
+    return layer * (n_kv_heads * (1ull + scan_pages) + n_heads) + kv_head * (1ull + scan_pages);
+}
 
 /* Rows that share a selection: [row, row + n_rows) of the batch, all of one sequence. n_rows 1: a decode row. Otherwise the 128
  * rows of one whole run; rows row, row + 8, ... vote. Selectable are the sealed pages sink .. (page of the first row) - W. */

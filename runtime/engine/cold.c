@@ -63,6 +63,7 @@ hsr_status hsri_cold_create(hsr_engine *e, hsr_error *err)
             .directory = e->cold_dir, .bytes = o->cold_bytes,
         },
         .importance = importance_of(o), .deadline_ms = (uint32_t)o->io_deadline_ms,
+        .rising = o->prefetch_sources & HSR_PREFETCH_RISING,
     };
     HSRI_TRY(hsri_importance_check(&opts.importance, err));
     if (!opts.memory)
@@ -72,7 +73,7 @@ hsr_status hsri_cold_create(hsr_engine *e, hsr_error *err)
     e->pick_parts = hsri_new_array((size_t)o->max_batch, sizeof *e->pick_parts);
     if (!e->step_caches || !e->pick_parts)
         return hsri_fail(err, HSR_E_NOMEM, "no memory for steps of %d rows", o->max_batch);
-    return hsri_holder_create(e->dev, e->queue, e->tiers, (uint32_t)o->prefetch_depth, &e->holder, err);
+    return hsri_holder_create(e->dev, e->queue, e->tiers, (uint32_t)o->prefetch_depth, o->prefetch_sources, &e->holder, err);
 }
 
 const hsri_residency *hsri_cold_begin(hsr_engine *e)
@@ -143,9 +144,13 @@ void hsri_cold_publish(hsr_engine *e)
     out->cold_waits = t.waits;
     out->cold_wait_ns = t.wait_ns;
     out->cold_wait_ns_p99 = t.wait_ns_p99;
-    out->cold_prefetched = t.prefetched;
-    out->cold_prefetch_hits = t.prefetch_hits;
-    out->cold_prefetch_wasted = t.prefetch_wasted;
+    out->cold_prefetched = out->cold_prefetch_hits = out->cold_prefetch_wasted = 0;
+    for (int i = 0; i < HSR_N_PREFETCH; i++) {
+        out->prefetch[i] = t.prefetch[i];
+        out->cold_prefetched += t.prefetch[i].pages;
+        out->cold_prefetch_hits += t.prefetch[i].hits;
+        out->cold_prefetch_wasted += t.prefetch[i].wasted;
+    }
     out->cold_read_bytes = t.read_bytes;
     out->cold_written_bytes = t.written_bytes;
     out->cold_evictions = t.evictions;

@@ -88,6 +88,8 @@ struct hsr_session {
     bool       cancel;
 
     hsr_capture capture;          /* n 0: none */
+    uint32_t    scan_buf;         /* what the last sampled token found in each layer (hsri_sparse.scan); 0: is not noted */
+    uint32_t    scan_pages;
     hsri_masses masses;
 
     uint64_t prefill_tokens, decode_tokens;

@@ -189,6 +189,7 @@ void hsri_session_destroy(hsr_session *s)
     e->free_slots[e->n_free_slots++] = s->slot;
     end_request(s);
     hsri_masses_destroy(s);
+    hsri_spans_forget(s);
     hsri_cache_destroy(s->cache);
     free(s->appended);
     free(s->ids);

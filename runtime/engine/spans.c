@@ -174,6 +174,12 @@ static bool alone(const hsri_part *part)
     return part->n_rows == 1 && (s->n_appended == 0 || s->appended[0] - s->appended_first == 1);
 }
 
+/* Does its row note what it finds, and guess by what the last one noted? As long as everything is in memory there is no use in that. */
+static bool foresees(const hsr_engine *e, const hsri_part *part)
+{
+    return part->session->scan_buf && alone(part) && hsri_tiers_must_hold(e->tiers);
+}
+
 /* Settings of every part in every layer, of decode rows and of prompt runs. */
 static void fill_settings(hsr_engine *e)
 {
@@ -196,6 +202,10 @@ static void fill_settings(hsr_engine *e)
                 }
                 if (!alone(part))
                     to->flags &= ~HSRI_SPARSE_ESTIMATE;
+                if (!prefill && foresees(e, part)) {
+                    to->scan_pages = s->scan_pages;
+                    to->scan = (hsri_ref){ .buf = s->scan_buf };
+                }
             }
 }
 
@@ -216,8 +226,14 @@ void hsri_spans_build(hsr_engine *e)
             row += m.n_rows;
         }
     }
-    if (t->any_sparse)
-        fill_settings(e);
+    if (!t->any_sparse)
+        return;
+    fill_settings(e);
+    for (uint32_t i = 0; i < t->n_spans; i++) {
+        hsri_span *span = &t->spans[i];
+        for (uint32_t row = span->row; row < span->row + span->n_rows && span->observed; row++)
+            span->foreseen |= foresees(e, &e->step.parts[e->step.rows[row].seq]);
+    }
 }
 
 void hsri_spans_enqueue(hsr_engine *e)
@@ -369,11 +385,36 @@ static hsr_status enlarge(hsr_engine *e, hsri_ref *ref, uint64_t *have, uint64_t
     return HSR_OK;
 }
 
-hsr_status hsri_spans_reserve(hsr_engine *e, const hsri_profile *p, const hsr_session *s, uint64_t n_tokens, hsr_error *err)
+/* Where the session's rows note their scans, if they are to. What was noted for another profile is forgotten. */
+static hsr_status reserve_scan(hsr_engine *e, const hsri_profile *p, hsr_session *s, hsr_error *err)
+{
+    const hsri_hparams *hp = &e->model->hp;
+    const bool guesses = e->tiers && e->opts.prefetch_sources & HSR_PREFETCH_QUERY && e->opts.prefetch_depth > 0;
+    const uint32_t n_pages = guesses ? hsri_profile_scan(p) : 0;
+    uint32_t buf = 0;
+    if (n_pages == s->scan_pages)
+        return HSR_OK;
+    if (n_pages)
+        HSRI_TRY(e->dev->alloc(e->dev, hsri_scan_words(hp->n_layers, hp->n_kv_heads, hp->n_heads, n_pages) * sizeof(uint32_t), &buf, err));
+    hsri_spans_forget(s);
+    s->scan_buf = buf;
+    s->scan_pages = n_pages;
+    return HSR_OK;
+}
+
+void hsri_spans_forget(hsr_session *s)
+{
+    if (s->scan_buf)
+        s->engine->dev->free(s->engine->dev, s->scan_buf);
+    s->scan_buf = s->scan_pages = 0;
+}
+
+hsr_status hsri_spans_reserve(hsr_engine *e, const hsri_profile *p, hsr_session *s, uint64_t n_tokens, hsr_error *err)
 {
     const hsri_hparams *hp = &e->model->hp;
     if (!p->sparse)
         return HSR_OK;
+    HSRI_TRY(reserve_scan(e, p, s, err));
     /* In powers of two, so that a growing session reserves seldom. */
     uint64_t pages = 64;
     while (pages * HSRI_PAGE_TOKENS < n_tokens)

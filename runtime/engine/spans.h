@@ -20,7 +20,7 @@ void hsri_spans_collect(hsr_engine *engine);             /* enqueue the copies o
 void hsri_spans_settle(hsr_engine *engine);              /* after the wait: into the sessions' statistics */
 
 /* Memory for the selections of a session of up to n_tokens with this profile. The queue must be idle. */
-hsr_status hsri_spans_reserve(hsr_engine *engine, const hsri_profile *profile, const hsr_session *session, uint64_t n_tokens,
-                              hsr_error *err);
+hsr_status hsri_spans_reserve(hsr_engine *engine, const hsri_profile *profile, hsr_session *session, uint64_t n_tokens, hsr_error *err);
+void hsri_spans_forget(hsr_session *session);            /* the session's own part of it */
 
 #endif

@@ -95,6 +95,16 @@ static void free_frame(hsri_tiers *t, uint32_t body)
     hsri_shelf_settle_frames(shelf);
 }
 
+/* It goes, and was read ahead for nobody. */
+static void fetched_for_nothing(hsri_tiers *t, hsri_body *b)
+{
+    if (b->fetched != HSRI_FETCH_DEMAND) {
+        t->stats.prefetch[b->fetched].wasted++;
+        t->stats.prefetch[b->fetched].wasted_bytes += hsri_shelf_of(t, b)->slot_bytes;
+    }
+    b->fetched = HSRI_FETCH_DEMAND;
+}
+
 void hsri_body_drop_frame(hsri_tiers *t, uint32_t body)
 {
     hsri_body *b = &t->bodies[body];
@@ -102,8 +112,7 @@ void hsri_body_drop_frame(hsri_tiers *t, uint32_t body)
     hsri_importance_moved(&b->row, (uint32_t)b->family->n_tokens);
     t->stats.max_moves = hsri_max(t->stats.max_moves, b->row.moves);
     t->stats.evictions++;
-    t->stats.prefetch_wasted += b->prefetched;
-    b->prefetched = false;
+    fetched_for_nothing(t, b);
     t->epoch++;
     hsri_warm_keep(t, body);
     free_frame(t, body);
@@ -149,7 +158,8 @@ hsr_status hsri_body_create(hsri_family *f, uint32_t page, uint32_t layer, uint3
     t->bodies[body] = (hsri_body){
         .family = f, .refs = 1, .entry = HSRI_NO_SLOT, .home = HSRI_NO_SLOT, .move = HSRI_NO_MOVE, .place = HSRI_NO_SLOT,
         .warm = HSRI_NO_SLOT,
-        .page = page, .layer = (uint16_t)layer, .head = (uint16_t)head, .row = { .last_access = (uint32_t)f->n_tokens },
+        .fetched = HSRI_FETCH_DEMAND, .page = page, .layer = (uint16_t)layer, .head = (uint16_t)head,
+        .row = { .last_access = (uint32_t)f->n_tokens },
     };
     hsri_body_set_frame(t, body, entry);
     change(t, &t->bodies[body], HSRI_PAGE_EV_OPEN);
@@ -176,7 +186,7 @@ static void drop_body(hsri_tiers *t, uint32_t body)
     f->n_bodies--;
     shelf->frames_promised -= frames - hsri_family_frames(f);
     shelf->homes_promised -= homes - hsri_family_homes(f);
-    t->stats.prefetch_wasted += b->prefetched;
+    fetched_for_nothing(t, b);
     free_frame(t, body);
     hsri_warm_drop(t, body);
     if (b->home != HSRI_NO_SLOT)
@@ -284,6 +294,7 @@ static void read_ended(hsri_tiers *t, uint32_t body, const hsri_moved *moved)
         return;
     }
     change(t, b, HSRI_PAGE_EV_READ_FAIL);
+    b->fetched = HSRI_FETCH_DEMAND;
     free_frame(t, body);
     if (moved->status == HSR_E_CANCELLED)
         return;
@@ -417,27 +428,34 @@ static hsr_status begin_read(hsri_tiers *t, uint32_t body, hsri_move_priority pr
     return HSR_OK;
 }
 
-static void note_pin(hsri_tiers *t, hsri_body *b, hsri_move_priority priority, bool there)
+/* Of what was asked for ahead twice, the first reason counts. */
+static void note_fetch(hsri_tiers *t, hsri_body *b, hsri_fetch why)
 {
-    if (priority != HSRI_MOVE_DEMAND) {
-        t->stats.prefetched += !there;
-        b->prefetched |= !there;
+    if (b->fetched != HSRI_FETCH_DEMAND)
         return;
-    }
+    b->fetched = (uint8_t)why;
+    t->stats.prefetch[why].pages++;
+    t->stats.prefetch[why].bytes += hsri_shelf_of(t, b)->slot_bytes;
+}
+
+static void note_demand(hsri_tiers *t, hsri_body *b, bool there)
+{
     t->stats.hits += there;
     t->stats.misses += !there;
-    t->stats.prefetch_hits += b->prefetched;
-    b->prefetched = false;
+    if (b->fetched != HSRI_FETCH_DEMAND)
+        t->stats.prefetch[b->fetched].hits++;
+    b->fetched = HSRI_FETCH_DEMAND;
     hsri_importance_seen(&b->row, (uint32_t)b->family->n_tokens);
 }
 
-hsr_status hsri_body_pin(hsri_tiers *t, uint32_t body, hsri_move_priority priority, bool wait, hsr_error *err)
+hsr_status hsri_body_pin(hsri_tiers *t, uint32_t body, hsri_fetch why, bool wait, hsr_error *err)
 {
+    const hsri_move_priority priority = why == HSRI_FETCH_DEMAND ? HSRI_MOVE_DEMAND : HSRI_MOVE_PREFETCH;
     hsri_body *b = &t->bodies[body];
     if (b->state == HSRI_PAGE_LOST)
         return lost(t, err);
-    bool there = hsri_body_in_memory(b) || b->warm != HSRI_NO_SLOT;
-    if (b->state == HSRI_PAGE_HOME) {
+    bool there = hsri_body_in_memory(b) || b->warm != HSRI_NO_SLOT, home = b->state == HSRI_PAGE_HOME;
+    if (home) {
         const hsri_shelf *shelf = hsri_shelf_of(t, b);
         if (priority != HSRI_MOVE_DEMAND && hsri_frames_at_once(t, shelf) < KEPT_BLOCKS * shelf->frames.per_block)
             return HSR_AGAIN;
@@ -448,7 +466,10 @@ hsr_status hsri_body_pin(hsri_tiers *t, uint32_t body, hsri_move_priority priori
         hsri_mover_raise(t->mover, b->move, priority);
     }
     b->pins++;
-    note_pin(t, b, priority, there);
+    if (why == HSRI_FETCH_DEMAND)
+        note_demand(t, b, there);
+    else if (home && !there)
+        note_fetch(t, b, why);
     return HSR_OK;
 }
 
@@ -470,7 +491,7 @@ hsr_status hsri_body_want(hsri_tiers *t, uint32_t body, hsr_error *err)
     if (hsri_body_in_memory(b))     /* it was in warm memory */
         return HSR_OK;
     if (begun)
-        note_pin(t, b, HSRI_MOVE_PREFETCH, false);
+        note_fetch(t, b, HSRI_FETCH_WANTED);
     t->stats.estimated++;
     return HSR_AGAIN;
 }
@@ -488,7 +509,7 @@ static void note_wait(hsri_tiers *t, uint64_t ns)
 /* A read that failed once is begun again: the body is pinned, but at home. */
 static hsr_status read_again(hsri_tiers *t, uint32_t body, hsr_error *err)
 {
-    HSRI_TRY(hsri_body_pin(t, body, HSRI_MOVE_DEMAND, true, err));
+    HSRI_TRY(hsri_body_pin(t, body, HSRI_FETCH_DEMAND, true, err));
     hsri_body_unpin(t, body);
     return HSR_OK;
 }

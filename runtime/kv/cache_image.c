@@ -160,7 +160,7 @@ static hsr_status read_bodies(hsri_cache *cache, hsri_queue *q, const uint32_t *
         uint64_t pinned = 0;
         n = hsri_min(count - i, hsri_max(hsri_tiers_pin_room(tiers, cache->opts.format), 1));
         while (pinned < n && status >= 0) {
-            status = hsri_body_pin(tiers, bodies[i + pinned], HSRI_MOVE_DEMAND, true, err);
+            status = hsri_body_pin(tiers, bodies[i + pinned], HSRI_FETCH_DEMAND, true, err);
             pinned += status >= 0;
         }
         if (status >= 0)

@@ -26,12 +26,14 @@ struct hsri_holder {
     hsri_device     *dev;
     hsri_queue      *queue;
     hsri_tiers      *tiers;
-    uint32_t         depth;
+    uint32_t         depth;         /* groups read ahead */
+    uint32_t         reach;         /* pages read ahead of a list that is foreseen */
     hsri_holder_step step;
     uint32_t         first_row, n_rows, first_pick;
     bool             quiet;         /* nothing that was enqueued before the first wave is still under way */
     pins             held;          /* of this wave */
     pins             ahead;         /* of waves to come */
+    hsri_fetch       why;           /* they are */
     uint32_t        *units, *counts;/* of the lists of this layer and span */
     uint32_t        *marked;        /* these lists, with marks */
     size_t           units_cap, counts_cap, marked_cap, n_marked;
@@ -58,7 +60,7 @@ static hsr_status pin(hsri_holder *h, pins *p, uint32_t seq, uint32_t page, uint
     if (!hsri_grow((void **)&p->bodies, &p->bodies_cap, p->n + 1, sizeof *p->bodies) ||
         !hsri_grow((void **)&p->places, &p->places_cap, p->n + 1, sizeof *p->places))
         return hsri_fail(err, HSR_E_NOMEM, "out of memory for a list of %zu pages", p->n + 1);
-    hsr_status status = hsri_body_pin(h->tiers, body, p == &h->held ? HSRI_MOVE_DEMAND : HSRI_MOVE_PREFETCH, wait, err);
+    hsr_status status = hsri_body_pin(h->tiers, body, p == &h->held ? HSRI_FETCH_DEMAND : h->why, wait, err);
     if (status < 0)
         h->failed = seq;
     if (status != HSR_OK)
@@ -391,6 +393,42 @@ static hsr_status put_off(void *self, uint32_t layer, const hsri_lists *lists, b
     return *any ? send_marked(h, lists, err) : HSR_OK;
 }
 
+/* ---- what is foreseen ---- */
+
+/* Pin what is absent of a list, up to `most` pages. HSR_AGAIN: there is no room for more. */
+static hsr_status pin_absent(hsri_holder *h, uint32_t layer, uint32_t seq, uint32_t head, const uint32_t *units, uint32_t n, uint64_t most)
+{
+    for (uint32_t i = 0; i < n && most > 0; i++) {
+        uint32_t page = units[i] / HSRI_PAGE_UNITS;
+        if ((i > 0 && units[i - 1] / HSRI_PAGE_UNITS == page) || page >= sealed_end(h->step.caches[seq], UINT32_MAX) ||
+            pin(h, NULL, seq, page, layer, head, false, NULL) == HSR_OK)
+            continue;
+        if (pin(h, &h->ahead, seq, page, layer, head, false, NULL) == HSR_AGAIN)
+            return HSR_AGAIN;
+        most--;
+    }
+    return HSR_OK;
+}
+
+static hsr_status expect(void *self, uint32_t layer, const hsri_lists *lists, hsr_error *err)
+{
+    hsri_holder *h = self;
+    uint32_t n_heads = h->step.caches[0]->shape->n_kv_heads, failed = h->failed;
+    uint64_t room = pin_room(h) / 2;
+    HSRI_TRY(be_quiet(h, err));
+    HSRI_TRY(read_lists(h, lists, err));
+    h->why = HSRI_FETCH_QUERY;
+    for (uint32_t i = 0; i < lists->n_picks * n_heads && h->ahead.n < room; i++) {
+        uint32_t seq = h->step.pick_seqs[h->first_pick + i / n_heads];
+        if (pin_absent(h, layer, seq, i % n_heads, h->units + (size_t)i * lists->stride, h->counts[i],
+                       hsri_min(h->reach, room - h->ahead.n)) != HSR_OK)
+            break;
+    }
+    h->why = HSRI_FETCH_GROUPS;
+    h->failed = failed;     /* who needs a lost page learns of it when it does */
+    return HSR_OK;
+}
+
 /* ---- spans and waves ---- */
 
 static void set_span(void *self, uint32_t first_row, uint32_t n_rows, uint32_t first_pick)
@@ -433,7 +471,8 @@ uint32_t hsri_holder_failed(const hsri_holder *h)
 
 /* ---- creation ---- */
 
-hsr_status hsri_holder_create(hsri_device *dev, hsri_queue *q, hsri_tiers *tiers, uint32_t depth, hsri_holder **out, hsr_error *err)
+hsr_status hsri_holder_create(hsri_device *dev, hsri_queue *q, hsri_tiers *tiers, uint32_t depth, uint32_t sources, hsri_holder **out,
+                              hsr_error *err)
 {
     hsri_holder *h = *out = hsri_new_array(1, sizeof *h);
     if (!h)
@@ -441,10 +480,13 @@ hsr_status hsri_holder_create(hsri_device *dev, hsri_queue *q, hsri_tiers *tiers
     h->dev = dev;
     h->queue = q;
     h->tiers = tiers;
-    h->depth = depth;
+    h->depth = sources & HSR_PREFETCH_GROUPS ? depth : 0;
+    h->reach = sources & HSR_PREFETCH_QUERY ? depth * HSRI_LIST_GROUP_UNITS : 0;
+    h->why = HSRI_FETCH_GROUPS;
     h->failed = HSRI_NO_SEQ;
     h->iface = (hsri_residency){
         .self = h, .span = set_span, .hold_dense = hold_dense, .hold_lists = hold_lists, .put_off = put_off, .release = release,
+        .expect = h->reach ? expect : NULL,
     };
     return HSR_OK;
 }

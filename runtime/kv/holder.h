@@ -20,8 +20,9 @@ typedef struct hsri_holder_step {
     uint32_t           n_seqs, n_rows;
 } hsri_holder_step;
 
-/* depth: groups read ahead; 0: none. */
-hsr_status hsri_holder_create(hsri_device *dev, hsri_queue *q, hsri_tiers *tiers, uint32_t depth, hsri_holder **holder, hsr_error *err);
+/* depth: groups read ahead; 0: none. sources: HSR_PREFETCH_*, of which these are the holder's: the next groups, and what is foreseen. */
+hsr_status hsri_holder_create(hsri_device *dev, hsri_queue *q, hsri_tiers *tiers, uint32_t depth, uint32_t sources, hsri_holder **holder,
+                              hsr_error *err);
 void hsri_holder_destroy(hsri_holder *holder);
 
 /* What the forward pass is to ask, or NULL if it need not: no page has ever had to leave. After all caches were prepared. */

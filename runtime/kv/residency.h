@@ -36,6 +36,10 @@ typedef struct hsri_residency {
      * memory are marked HSRI_UNIT_AWAY there, and their pages asked for. *any: there are some, and `set_aside` must take them out.
      * Waits for the queue, if any pick's settings say so. */
     hsr_status (*put_off)(void *self, uint32_t layer, const hsri_lists *lists, bool *any, hsr_error *err);
+    /* Of the span, in decode rows: lists that `foresee` guessed for a layer to come. Their pages that are not in memory are begun to be
+     * read, if there is room, and stay until that layer's own lists are held. Waits for the queue. Nothing depends on it; a page that
+     * cannot be had is passed over. NULL: there is no use for guesses. */
+    hsr_status (*expect)(void *self, uint32_t layer, const hsri_lists *lists, hsr_error *err);
     /* All operations that read the held pages are enqueued. Waits for the queue, unless no page could have to leave. */
     hsr_status (*release)(void *self, hsr_error *err);
 } hsri_residency;

@@ -23,6 +23,13 @@
 #define HSRI_NO_BODY UINT32_MAX
 #define HSRI_NO_SLOT UINT32_MAX
 
+/* Why a page is read ahead of need: HSR_PREFETCH_* and the order of hsr_engine_stats.prefetch. */
+typedef enum hsri_fetch {
+    HSRI_FETCH_GROUPS, HSRI_FETCH_RISING, HSRI_FETCH_QUERY,
+    HSRI_FETCH_WANTED,      /* it was not waited for */
+    HSRI_FETCH_DEMAND,      /* not ahead: somebody waits */
+} hsri_fetch;
+
 typedef struct hsri_tiers hsri_tiers;
 typedef struct hsri_family hsri_family;
 
@@ -35,6 +42,7 @@ typedef struct hsri_tiers_opts {
     hsri_mover_opts      mover;         /* directory and bytes: the cold file */
     hsri_importance_opts importance;
     uint32_t             deadline_ms;   /* a page that is waited for longer is lost; 0: 30 s */
+    bool                 rising;        /* bring back pages that have become important */
 } hsri_tiers_opts;
 
 typedef struct hsri_tiers_stats {
@@ -45,7 +53,7 @@ typedef struct hsri_tiers_stats {
     uint64_t hits, misses;              /* pages that were held: there, or not */
     uint64_t late, waits, wait_ns, wait_ns_p99;     /* pages that were still on their way; holds that waited */
     uint64_t estimated;                 /* pages that were asked for and not waited for */
-    uint64_t prefetched, prefetch_hits, prefetch_wasted;
+    hsr_prefetch_stats prefetch[HSR_N_PREFETCH];    /* by source */
     uint64_t read_bytes, written_bytes, reads, writes;
     uint64_t evictions, max_moves;      /* of one page */
     uint64_t warm;                      /* pages in warm memory */
@@ -122,7 +130,7 @@ void hsri_tiers_drain(hsri_tiers *tiers);
 
 /* Pin a body in memory, beginning to read it if it is absent. HSR_AGAIN, and not pinned, if that would have to wait for a frame
  * and `wait` is false. HSR_E_IO, HSR_E_FORMAT: it is lost. */
-hsr_status hsri_body_pin(hsri_tiers *tiers, uint32_t body, hsri_move_priority priority, bool wait, hsr_error *err);
+hsr_status hsri_body_pin(hsri_tiers *tiers, uint32_t body, hsri_fetch why, bool wait, hsr_error *err);
 void hsri_body_unpin(hsri_tiers *tiers, uint32_t body);
 
 /* Wanted, but not waited for: HSR_AGAIN if it is not in memory. It is being read then, as soon as that takes no waiting either.

@@ -35,7 +35,7 @@ typedef struct hsri_body {
     uint16_t        pins;
     uint8_t         state;       /* hsri_page_state */
     uint8_t         tries;       /* reads in a row that failed */
-    bool            prefetched;  /* read ahead and not held yet */
+    uint8_t         fetched;     /* hsri_fetch: why it was read ahead, if it was and has not been held yet; else HSRI_FETCH_DEMAND */
     bool            hung;        /* its transfer is past its deadline */
 } hsri_body;
 

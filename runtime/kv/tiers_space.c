@@ -164,7 +164,7 @@ static void enter_voluntarily(hsri_tiers *t)
         if (free_frames(t, shelf) <= 2 * FREE_BLOCKS * shelf->frames.per_block ||
             !hsri_importance_enters(&t->opts.importance, &b->row, hsri_body_score(t, b), (uint32_t)b->family->n_tokens))
             continue;
-        if (hsri_body_pin(t, (uint32_t)t->read_hand, HSRI_MOVE_PREFETCH, false, NULL) == HSR_OK)
+        if (hsri_body_pin(t, (uint32_t)t->read_hand, HSRI_FETCH_RISING, false, NULL) == HSR_OK)
             hsri_body_unpin(t, (uint32_t)t->read_hand);
         begun++;
     }
@@ -180,7 +180,7 @@ void hsri_tiers_tidy(hsri_tiers *t)
         if (shelf->frames.n_used > 0 && t->n_clean > 0 && free_frames(t, shelf) < FREE_BLOCKS * shelf->frames.per_block)
             leave_voluntarily(t, shelf);
     }
-    if (t->n_absent > 0)
+    if (t->opts.rising && t->n_absent > 0)
         enter_voluntarily(t);
 }
 

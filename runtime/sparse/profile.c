@@ -175,6 +175,28 @@ uint32_t hsri_profile_selects(const hsri_profile *p, uint32_t layer, bool prefil
                       (uint64_t)hsri_profile_forced(p, layer, selectable) * HSRI_PAGE_UNITS);
 }
 
+/* More would cost more than the pages are worth. */
+#define MOST_SCAN_PAGES 512u
+
+uint32_t hsri_profile_scan(const hsri_profile *p)
+{
+    uint32_t most = 0;
+    if (!p->sparse)
+        return 0;
+    switch (p->selector) {
+    case HSRI_SELECT_SKETCH:
+    case HSRI_SELECT_CLUSTER:
+    case HSRI_SELECT_MEAN:
+    case HSRI_SELECT_MINMAX:
+    case HSRI_SELECT_GAUSSIAN:
+        for (uint32_t i = 0; i < p->n_layers; i++)
+            most = (uint32_t)hsri_max(most, 2ull * p->layer_units[i]);
+        return (uint32_t)hsri_min(most, MOST_SCAN_PAGES);
+    default:
+        return 0;       /* blocks of pages, or nothing that follows from the query */
+    }
+}
+
 void hsri_profile_fill(const hsri_profile *p, uint32_t layer, bool prefill, bool virtual_helps, hsri_sparse *out)
 {
     const uint32_t flags = HSRI_SPARSE_VIRTUAL | (p->estimate ? HSRI_SPARSE_ESTIMATE : 0);

@@ -52,6 +52,10 @@ uint32_t hsri_profile_forced(const hsri_profile *profile, uint32_t layer, uint64
 /* Units in all that a row may select. */
 uint32_t hsri_profile_selects(const hsri_profile *profile, uint32_t layer, bool prefill, uint64_t selectable);
 
+/* Pages of a scan that is worth noting for the layers' rows (hsri_sparse.scan): what they select, and as much again. 0: a scan would tell
+ * nothing of the next one. */
+uint32_t hsri_profile_scan(const hsri_profile *profile);
+
 /* The settings as operations read them. */
 void hsri_profile_fill(const hsri_profile *profile, uint32_t layer, bool prefill, bool virtual_helps, hsri_sparse *out);
 

@@ -115,6 +115,7 @@ static void test_engine_options(hsr_model *m)
     REFUSE(max_batch, INT32_MAX, HSR_E_INVALID);
     REFUSE(readable_tiers, -1, HSR_E_INVALID);
     REFUSE(readable_tiers, 2, HSR_E_INVALID);
+    REFUSE(prefetch_sources, 8, HSR_E_INVALID);
     REFUSE(hot_bytes, 1, HSR_E_INVALID);
     REFUSE(hot_bytes, (1u << 20) - 1, HSR_E_INVALID);
     REFUSE(log_level, -1, HSR_E_INVALID);

@@ -324,7 +324,7 @@ def test_refusals_name_the_short_number(model_file, cold):
 @pytest.mark.parametrize("change, name", [
     ({"readable_tiers": "warm"}, "readable_tiers"), ({"readable_tiers": "hot", "warm": "4MiB"}, "cold_dir"),
     ({"cold_size": "1MiB"}, "cold_size"), ({"io": "tape"}, "tape"),
-    ({"importance": "x"}, "importance"), ({"io_deadline": 0}, "io_deadline"),
+    ({"importance": "x"}, "importance"), ({"io_deadline": 0}, "io_deadline"), ({"prefetch_sources": ["tea leaves"]}, "tea leaves"),
 ])
 def test_bad_options_are_named(model_file, change, name):
     with pytest.raises((hs.HisparseError, ValueError), match=name):
@@ -483,3 +483,56 @@ def test_estimating_beside_waiting(trusting, cold):
             session.close()
         assert model.stats().hot_blocks_used == model.stats().cold_bytes_used == 0
     assert got[0][0] == want[0] and np.array_equal(got[0][1], want[1])
+
+
+# ---- pages that are read ahead ----
+
+SOURCES = ("groups", "rising", "query")
+
+
+@pytest.mark.parametrize("kv, debug", [("f32", False), ("bf16", False), ("int8", True)])
+def test_guessing_changes_nothing_but_where_pages_are(model_file, cold, kv, debug):
+    more = {"kv": kv, "window_size": 128, "sink_size": 64, "rollback_tokens": 64, "profile": SKETCH}
+    with hs.load(model_file, threads=2) as model, model.session(**more) as session:
+        want = one_by_one(session)
+    for sources in ((), ("query",), SOURCES):
+        with hs.load(model_file, threads=2, chunk=128, hot=f"{SQUEEZED[kv]}MiB", cold=cold, cold_size="64MiB", prefetch_sources=sources,
+                     debug_async=debug) as model, model.session(**more) as session:
+            got = one_by_one(session)
+            stats = model.stats()
+            session.truncate(LENGTH + 56)   # what was noted may be of pages that are gone
+            again = np.concatenate([session.logits([token]) for token in IDS[56:96]])
+        assert np.array_equal(got, want) and np.array_equal(again, want[56:])
+        assert stats.cold_misses > 0 and stats.cold_errors == 0
+        asked = {source: one for source, one in stats.prefetch.items() if one.pages}
+        assert set(asked) <= set(sources) and ("query" in asked) == ("query" in sources)
+        for name in ("hits", "wasted"):
+            assert sum(getattr(one, name) for one in stats.prefetch.values()) == getattr(stats, f"cold_prefetch_{name}")
+        assert sum(one.pages for one in asked.values()) == stats.cold_prefetched
+        for one in asked.values():
+            assert one.pages >= one.hits + one.wasted and one.bytes >= one.wasted_bytes
+            assert (one.wasted > 0) == (one.wasted_bytes > 0)
+        assert "query" not in asked or asked["query"].hits > 0
+
+
+def test_guessing_for_several_sessions_at_a_time(model_file, cold):
+    """Beside one that is dense, and one that goes another way after a fork."""
+    profiles = (SKETCH, 0, SPARSE)
+    wants = []
+    for profile in profiles:
+        with hs.load(model_file, threads=2) as model, model.session(**options("sketch", "bf16") | {"profile": profile}) as session:
+            wants.append(run(session))
+    with hs.load(model_file, threads=2, chunk=128, hot="20MiB", cold=cold, cold_size="256MiB", prefetch_sources=SOURCES) as model:
+        sessions = [model.session(**options("sketch", "bf16") | {"profile": profile}) for profile in profiles]
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            got = list(pool.map(run, sessions))
+        assert model.stats().prefetch["query"].pages > 0
+        for session in sessions[1:]:
+            session.close()
+        with sessions[0].fork() as fork:
+            assert np.array_equal(fork.logits([7]), sessions[0].logits([7]))
+        sessions[0].close()
+        after = model.stats()
+        assert after.hot_blocks_used == after.hot_blocks_reserved == after.cold_pages == after.cold_bytes_used == 0
+    for (tokens, logits), want in zip(got, wants, strict=True):
+        assert tokens == want[0] and np.array_equal(logits, want[1])

@@ -105,12 +105,12 @@ static void tell_round(const round_state *r)
 {
     const hsr_engine_opts *o = &r->opts;
     fprintf(stderr, "again with: --seed %llu --from %llu --rounds 1 (threads may meet otherwise)\n"
-            "round %llu: %d threads, chunk %d, batch %d, hot %llu MiB, warm %llu MiB, cold %llu MiB%s, io %d, prefetch %d, deadline %d ms, "
-            "flags %u; %u clients%s; disk %s, 1 of %llu from %llu, %llu operations\n",
+            "round %llu: %d threads, chunk %d, batch %d, hot %llu MiB, warm %llu MiB, cold %llu MiB%s, io %d, prefetch %d of %u, "
+            "deadline %d ms, flags %u; %u clients%s; disk %s, 1 of %llu from %llu, %llu operations\n",
             (unsigned long long)soak.seed, (unsigned long long)r->number, (unsigned long long)r->number,
             o->n_threads, o->chunk_tokens, o->max_batch,
             (unsigned long long)(o->hot_bytes / MIB), (unsigned long long)(o->warm_bytes / MIB), (unsigned long long)(o->cold_bytes / MIB),
-            o->cold_dir ? "" : " (none)", o->io_engine, o->prefetch_depth, o->io_deadline_ms, o->flags,
+            o->cold_dir ? "" : " (none)", o->io_engine, o->prefetch_depth, o->prefetch_sources, o->io_deadline_ms, o->flags,
             r->n_clients, r->cancels ? ", cancelled" : "",
             disk_names[r->disk], (unsigned long long)r->disk_rate, (unsigned long long)r->disk_from, (unsigned long long)r->disk_count);
 }
@@ -772,6 +772,7 @@ static void choose_engine(round_state *r, chance *d)
     o->io_engine = one_in(d, 2) ? HSR_IO_PREAD : HSR_IO_AUTO;
     o->importance = (int32_t)draw(d, 3);
     o->prefetch_depth = (int32_t)draw(d, 8);
+    o->prefetch_sources = one_in(d, 2) ? (uint32_t)draw(d, 8) : HSR_PREFETCH_DEFAULT | HSR_PREFETCH_QUERY;
     o->flags = one_in(d, 8) ? HSR_ENGINE_ASYNC_DEBUG : 0;
     o->io_deadline_ms = r->disk == DISK_HANGS || r->disk == DISK_MIXED ? 100 : 30000;
 }

@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The operations `rotate` and `select` against a plain computation in double precision; and the same bytes from every number of threads,
- * from the lagging debug back end, and for rows alone or in company. `--bench [threads [level]]` prints their speed instead. */
+/* The operations `rotate`, `select`, `set_aside` and `foresee` against a plain computation in double precision; and the same bytes from
+ * every number of threads, from the lagging debug back end, and for rows alone or in company. `--bench [threads [level]]` prints their
+ * speed instead. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -70,6 +71,9 @@ typedef struct world {
     uint32_t d, n_heads, n_seqs, n_rows, n_picks, sink, window, n_forced, most_pages, stride;
     float    scale, reach;
     bool     aside;                /* select, then set aside what is_away says */
+    uint32_t scan_pages;           /* not 0: select, then foresee: lists are those of the latter */
+    const float *guess;            /* its queries */
+    uint32_t cut;                  /* pages by which sequences were cut in between */
     hsri_index_shape shape;
     uint8_t *pool;
     uint64_t pool_bytes;
@@ -246,6 +250,7 @@ static bool is_away(uint32_t list, uint32_t unit)
 typedef struct result {
     uint32_t *units, *counts;
     float    *virtual_part, *covered, *rotated;
+    uint32_t *scans;               /* [n_seqs][words of a scan] */
 } result;
 
 static void result_free(result *r)
@@ -255,6 +260,7 @@ static void result_free(result *r)
     free(r->virtual_part);
     free(r->covered);
     free(r->rotated);
+    free(r->scans);
 }
 
 /* Mark the units of some pages of every list, differently in each. */
@@ -273,6 +279,24 @@ static void mark_units(rig *r, const hsri_lists *lists, uint32_t pick0)
     CHECK(r->dev->wait(r->q, NULL) == HSR_OK);
     free(units);
     free(counts);
+}
+
+static uint64_t scan_words(const world *w) { return hsri_scan_words(LAYERS, KV_HEADS, w->n_heads, w->scan_pages); }
+
+/* Rows of the batch again, with other queries and maybe nearer to the start. */
+static void run_foresee(rig *r, const world *w, uint32_t row0, const hsri_batch *batch, const hsri_kv_view *kv, hsri_ref settings,
+                        hsri_ref picks, hsri_ref scratch, const hsri_lists *lists)
+{
+    const uint64_t n = (uint64_t)batch->n_rows * w->n_heads * w->d;
+    hsri_row   rows[HSRI_PICK_ROWS];
+    hsri_ref   queries = upload(r, w->guess + row0 * w->n_heads * w->d, n * sizeof(float)), rotated = room(r, n * sizeof(float));
+    hsri_batch again = *batch;
+
+    for (uint32_t i = 0; i < batch->n_rows; i++)
+        rows[i] = (hsri_row){ w->rows[row0 + i].seq, w->rows[row0 + i].pos - w->cut * HSRI_PAGE_TOKENS };
+    again.rows = upload(r, rows, batch->n_rows * sizeof *rows);
+    r->dev->ops.rotate(r->q, kv, LAYER, w->n_heads, batch->n_rows, queries, rotated);
+    r->dev->ops.foresee(r->q, &again, kv, LAYER, w->n_heads, w->scale, queries, rotated, settings, picks, scratch, lists);
 }
 
 /* Rows [row0, row0 + n_rows) of picks [pick0, pick0 + n_picks). */
@@ -307,6 +331,8 @@ static result run_select(rig *r, const world *w, uint32_t pick0, uint32_t n_pick
                               .sink_pages = w->sink, .window_pages = w->window, .index_shape = w->shape };
         settings[i] = w->settings[i];
         settings[i].forced = upload(r, w->forced[i], sizeof w->forced[i]);
+        settings[i].scan_pages = w->scan_pages;
+        settings[i].scan = w->scan_pages ? room(r, scan_words(w) * 4) : (hsri_ref){ 0 };
     }
     for (uint32_t i = 0; i < n_picks; i++) {
         picks[i] = (hsri_pick){ w->picks[pick0 + i].row - row0, w->picks[pick0 + i].n_rows };
@@ -327,7 +353,12 @@ static result run_select(rig *r, const world *w, uint32_t pick0, uint32_t n_pick
         mark_units(r, &lists, pick0);
         r->dev->ops.set_aside(r->q, &batch, &kv, LAYER, w->n_heads, w->scale, queries, rotated, acc, d_settings, d_picks, &lists);
     }
-    out = (result){ calloc(n_lists * w->stride + 1, 4), calloc(n_lists, 4), calloc(n * (d + 2), 4), calloc(n, 4), calloc(n * d, 4) };
+    if (w->scan_pages)
+        run_foresee(r, w, row0, &batch, &kv, d_settings, d_picks, scratch, &lists);
+    out = (result){ calloc(n_lists * w->stride + 1, 4), calloc(n_lists, 4), calloc(n * (d + 2), 4), calloc(n, 4), calloc(n * d, 4),
+                    calloc(w->n_seqs * scan_words(w) + 1, 4) };
+    for (uint32_t i = 0; i < w->n_seqs && w->scan_pages; i++)
+        r->dev->copy_out(r->q, out.scans + i * scan_words(w), settings[i].scan, scan_words(w) * 4);
     r->dev->copy_out(r->q, out.units, lists.units, n_lists * w->stride * 4);
     r->dev->copy_out(r->q, out.counts, lists.counts, n_lists * 4);
     r->dev->copy_out(r->q, out.virtual_part, lists.virtual_part, n * (d + 2) * 4);
@@ -756,6 +787,104 @@ static void test_aside(const scenario *s, int32_t isa)
     rig_close(&other);
 }
 
+/* The scan of a list: how many pages, and which. */
+static const uint32_t *scan_at(const world *w, const result *r, uint32_t list)
+{
+    return r->scans + list / KV_HEADS * scan_words(w) + hsri_scan_at(KV_HEADS, w->n_heads, w->scan_pages, LAYER, list % KV_HEADS);
+}
+
+static bool scan_has(const uint32_t *scan, uint32_t page)
+{
+    for (uint32_t i = 0; i < scan[0]; i++)
+        if (scan[1 + i] == page)
+            return true;
+    return false;
+}
+
+static bool list_has(const uint32_t *units, uint32_t n, uint32_t page)
+{
+    for (uint32_t i = 0; i < n; i++)
+        if (units[i] / HSRI_PAGE_UNITS == page)
+            return true;
+    return false;
+}
+
+/* With few pages the scan has the best ones: those of the list, or, of the list's, the most probable. */
+static void check_scan(const world *w, const result *was, const result *r, uint32_t list)
+{
+    const uint32_t *scan = scan_at(w, r, list), *units = was->units + list * w->stride;
+    bool            in_list = true, in_scan = true;
+
+    for (uint32_t i = 0; i < scan[0]; i++) {
+        CHECK(i == 0 || scan[1 + i] > scan[i]);
+        in_list &= list_has(units, was->counts[list], scan[1 + i]);
+    }
+    for (uint32_t i = 0; i < was->counts[list]; i++)
+        in_scan &= scan_has(scan, units[i] / HSRI_PAGE_UNITS);
+    CHECK(in_list || in_scan);
+}
+
+static bool can_foresee(const scenario *s)
+{
+    return !s->run && !s->n_forced && s->selector != HSRI_SELECT_CLASSIC && s->selector != HSRI_SELECT_RANDOM;
+}
+
+/* Guessing the same query among all pages is selecting; another one's choice is made among the pages of the scan. */
+static void test_foresee(const scenario *s, int32_t isa)
+{
+    hsri_kernels kernels;
+    world       *w;
+    rig          r = rig_open(1, isa, false), other = rig_open(3, isa, true);
+    result       was, now, again;
+    float       *guess;
+
+    hsri_kernels_fill(&kernels, isa);
+    w = world_new(s, &kernels);
+    if (s->candidates)
+        make_clusters(w, &r);
+    was = run_select(&r, w, 0, w->n_picks);
+    w->guess = w->queries;
+    w->scan_pages = w->most_pages;
+    now = run_select(&r, w, 0, w->n_picks);
+    for (uint32_t i = 0; i < w->n_picks * KV_HEADS && !s->candidates; i++)
+        CHECK(was.counts[i] == now.counts[i] && memcmp(was.units + i * w->stride, now.units + i * w->stride, now.counts[i] * 4) == 0);
+    result_free(&now);
+
+    guess = malloc(w->n_rows * w->n_heads * w->d * sizeof *guess);
+    fill_noise(guess, w->n_rows * w->n_heads * w->d, 55, s->reach);
+    w->guess = guess;
+    w->scan_pages = 12;
+    now = run_select(&r, w, 0, w->n_picks);
+    again = run_select(&other, w, 0, w->n_picks);
+    CHECK(same(w, &now, 0, &again, w->n_picks));
+    result_free(&again);
+    for (uint32_t i = 0; i < w->n_picks * KV_HEADS; i++) {
+        const uint32_t *scan = scan_at(w, &now, i), *units = now.units + i * w->stride;
+
+        CHECK(now.counts[i] <= 4 * scan[0] && (now.counts[i] > 0) == (scan[0] > 0) && scan[0] <= 12);
+        for (uint32_t u = 0; u < now.counts[i]; u++)
+            CHECK((u == 0 || units[u] > units[u - 1]) && scan_has(scan, units[u] / HSRI_PAGE_UNITS));
+        check_scan(w, &was, &now, i);
+    }
+    for (uint32_t pick = 0; pick < w->n_picks; pick++) {
+        again = run_select(&other, w, pick, 1);
+        CHECK(same(w, &now, pick, &again, 1));
+        result_free(&again);
+    }
+    result_free(&now);
+
+    /* Of a sequence that was cut to less than the scan saw, nothing is guessed. */
+    w->cut = sealed_pages(w, w->rows[0].pos) - w->sink - 1;
+    now = run_select(&r, w, 0, 1);
+    CHECK(now.counts[0] == 0 && now.counts[1] == 0);
+    result_free(&now);
+    result_free(&was);
+    free(guess);
+    world_free(w);
+    rig_close(&r);
+    rig_close(&other);
+}
+
 /* A query that is not a number: its head counts for nothing, the list comes from the others, nothing crashes. */
 static void test_nan(int32_t isa)
 {
@@ -914,6 +1043,9 @@ int main(int argc, char **argv)
         }
         for (size_t i = 0; i < 6 && (!only || strcmp(only, "aside") == 0); i++)    /* decode rows, sketches of all pages */
             test_aside(&scenarios[i], isa);
+        for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios && (!only || strcmp(only, "foresee") == 0); i++)
+            if (can_foresee(&scenarios[i]))
+                test_foresee(&scenarios[i], isa);
         test_nan(isa);
     }
     return CHECK_REPORT();

@@ -102,6 +102,7 @@ typedef struct world {
     uint64_t        lineage, n_draws, n_steps, sparse;   /* steps of four that are sparse */
     hsri_sparse     settings[2 * MAX_SESSIONS];          /* of two layers */
     uint64_t        n_aside;        /* pages that were set aside */
+    bool            guesses;        /* lists are expected before they are held, and so are others */
 } world;
 
 typedef struct setup {
@@ -130,6 +131,7 @@ static void world_init(world *w, const setup *s)
     };
     hsri_tiers_opts opts = {
         .pool = w->pool, .memory = w->fake.bufs[hsri_pool_buf(w->pool) - 1].data, .head_dim = 512, .deadline_ms = s->deadline_ms,
+        .rising = true,
         .mover = { .directory = w->directory, .bytes = s->cold, .io = { .kind = s->io, .faults = &w->faults.hook } },
     };
     if (s->warm) {
@@ -141,7 +143,8 @@ static void world_init(world *w, const setup *s)
     hsr_error err = HSR_ERROR_INIT;
     if (!CHECK(hsri_tiers_create(&opts, &w->tiers, &err) == HSR_OK))
         fprintf(stderr, "%s\n", err.message);
-    CHECK(hsri_holder_create(&w->fake.base, &w->queue.base, w->tiers, s->depth, &w->holder, NULL) == HSR_OK);
+    const uint32_t sources = HSR_PREFETCH_DEFAULT | HSR_PREFETCH_QUERY;
+    CHECK(hsri_holder_create(&w->fake.base, &w->queue.base, w->tiers, s->depth, sources, &w->holder, NULL) == HSR_OK);
     CHECK(w->fake.base.alloc(&w->fake.base, 256 + MAX_SESSIONS * 2 * LIST_UNITS * 4, &w->lists_buf, NULL) == HSR_OK);
     w->sparse = s->sparse;
     w->opts = (hsri_cache_opts){
@@ -305,6 +308,22 @@ static void set_aside(world *w, const hsri_lists *lists)
     }
 }
 
+/* What is said of a layer before its turn: a list that will not come, then the one that will. */
+static hsr_status guess(world *w, uint32_t n, uint32_t layer, const hsri_residency *r, const hsri_lists *lists, hsr_error *err)
+{
+    uint32_t *counts = fake_at(&w->fake, lists->counts, 4), *units = fake_at(&w->fake, lists->units, 4);
+    const size_t n_lists = (size_t)n * w->shape.n_kv_heads;
+    uint32_t *kept = malloc(n_lists * LIST_UNITS * 4);
+    memcpy(kept, units, n_lists * LIST_UNITS * 4);
+    for (size_t i = 0; i < n_lists; i++)
+        for (uint32_t u = 0; u < counts[i]; u++)
+            units[i * LIST_UNITS + u] = units[i * LIST_UNITS + u] / 2 + 4;
+    hsr_status status = r->expect(r->self, layer, lists, err);
+    memcpy(units, kept, n_lists * LIST_UNITS * 4);
+    free(kept);
+    return status < 0 ? status : r->expect(r->self, layer, lists, err);
+}
+
 /* What sparse attention does: a list per sequence and head, group by group. */
 static hsr_status attend_sparse(world *w, session **parts, uint32_t n, const hsri_residency *r, const uint64_t *ends, hsr_error *err)
 {
@@ -318,6 +337,8 @@ static hsr_status attend_sparse(world *w, session **parts, uint32_t n, const hsr
         bool any = false;
         if (r)
             r->span(r->self, 0, n, 0);
+        if (r && w->guesses)
+            HSRI_TRY(guess(w, n, layer, r, &lists, err));
         if (r)
             HSRI_TRY(r->put_off(r->self, layer, &lists, &any, err));
         CHECK(any <= (w->settings[0].flags != 0));
@@ -470,7 +491,7 @@ static void test_squeezed(const setup *how)
     hsri_tiers_stats t = tiers_stats(&w);
     CHECK(t.absent > t.bodies / 6 && t.resident + t.absent >= t.bodies && t.evictions > 0);
     CHECK(t.writes > 0 && t.reads > 0 && t.misses > 0 && t.late > 0 && t.waits > 0 && t.lost == 0);
-    CHECK(how->depth == 0 || t.prefetch_hits > 0);
+    CHECK(how->depth == 0 || t.prefetch[HSRI_FETCH_GROUPS].hits > 0);
     CHECK(t.warm_in == t.warm_out + t.warm_dropped + t.warm && t.warm_in == (how->warm ? t.evictions : 0));
     CHECK((t.warm_out > 0) == (how->warm > 0));
     CHECK(t.homes_used <= t.homes_promised && t.frames_used <= pool_stats(&w).used * 13);
@@ -653,6 +674,38 @@ static void estimate(world *w, bool on)
         w->settings[i].flags = on ? HSRI_SPARSE_VIRTUAL | HSRI_SPARSE_ESTIMATE : 0;
 }
 
+/* Guesses bring pages, right ones and wrong ones; a page that cannot be read is nobody's failure until it is attended. */
+static void test_guesses(void)
+{
+    world w;
+    setup how = squeezed;
+    how.sparse = 4;
+    world_init(&w, &how);
+    session *s = create(&w);
+    RUN(&w, s, 6000);
+    hsri_tiers_stats before = tiers_stats(&w), now;
+    w.guesses = true;
+    RUN(&w, s, 6200);
+    now = tiers_stats(&w);
+    const hsr_prefetch_stats *q = &now.prefetch[HSRI_FETCH_QUERY];
+    CHECK(before.prefetch[HSRI_FETCH_QUERY].pages == 0 && q->hits > 20 && q->wasted > 20 && q->pages >= q->hits + q->wasted);
+    CHECK(q->bytes == q->pages * w.shape.view.slot_bytes[how.format] && q->wasted_bytes == q->wasted * w.shape.view.slot_bytes[how.format]);
+
+    set_fault(&w.faults, (hsri_io_fault){ .error = EIO }, false, HSRI_IO_READ, 0, 1000000);
+    hsr_error err = HSR_ERROR_INIT;
+    hsr_status status = HSR_OK;
+    for (uint64_t n = 6201; n < 6300 && status == HSR_OK; n++)
+        status = run_to(&w, s, n, &err);
+    CHECK(status == HSR_E_IO && err.message[0] && hsri_holder_failed(w.holder) == 0);
+    no_fault(&w.faults);
+    CHECK(hsri_cache_truncate(s->cache, 0, NULL) == HSR_OK);
+    s->committed = 0;
+    RUN(&w, s, 1000);
+    destroy(s);
+    check_empty(&w);
+    world_end(&w, HSR_OK);
+}
+
 /* Reads that take longer than the steps: none of these waits for one, what was asked for is there when they have ended, and a page
  * that is lost is nothing to be estimated. */
 static void test_estimate(void)
@@ -674,7 +727,8 @@ static void test_estimate(void)
     now = tiers_stats(&w);
     hsri_cache_get_stats(s->cache, &cache);
     CHECK(now.waits == before.waits && now.late == before.late && now.misses == before.misses && now.hits > before.hits);
-    CHECK(w.n_aside > 0 && now.estimated == w.n_aside && cache.n_estimated == w.n_aside && now.prefetched > before.prefetched);
+    CHECK(w.n_aside > 0 && now.estimated == w.n_aside && cache.n_estimated == w.n_aside);
+    CHECK(now.prefetch[HSRI_FETCH_WANTED].pages > before.prefetch[HSRI_FETCH_WANTED].pages);
 
     /* The same lists once more, when their pages have come: as many as there were frames for. */
     usleep(1000000);
@@ -682,7 +736,7 @@ static void test_estimate(void)
     w.n_aside = 0;
     set_read_ms(&w.faults, 0);
     RUN(&w, s, 6003);
-    CHECK(w.n_aside < now.estimated / 2 && tiers_stats(&w).prefetch_hits > before.prefetch_hits);
+    CHECK(w.n_aside < now.estimated / 2 && tiers_stats(&w).prefetch[HSRI_FETCH_WANTED].hits > before.prefetch[HSRI_FETCH_WANTED].hits);
 
     set_fault(&w.faults, (hsri_io_fault){ .error = EIO }, false, HSRI_IO_READ, 0, 1000000);
     hsr_error err = HSR_ERROR_INIT;
@@ -815,6 +869,7 @@ int main(int argc, char **argv)
     variant.warm = 8;
     test_squeezed(&variant);
     test_estimate();
+    test_guesses();
     test_admission();
     test_room_for_others();
     test_hang();

@@ -9,13 +9,13 @@ import os
 import re
 import secrets
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from ..errors import HisparseError, InvalidError, from_os_error
 from ..load import load
-from ..model import ISA_LEVELS, READABLE, Model, check_budget
+from ..model import ISA_LEVELS, PREFETCH_SOURCES, READABLE, Model, check_budget
 from ..result import Result
 from ..session import KV_FORMATS
 from ..sizes import format_size
@@ -48,6 +48,19 @@ def counts(low: int, high: int = (1 << 31) - 1) -> Callable[[str], list[int]]:
     """An argparse type: whole numbers from low to high, separated by commas."""
     one = whole(low, high)
     return lambda text: [one(part) for part in text.split(",")]
+
+
+def names(known: Collection[str]) -> Callable[[str], list[str]]:
+    """An argparse type: some of the known names, separated by commas, or none."""
+
+    def parse(text: str) -> list[str]:
+        given = [name for name in text.split(",") if name]
+        for name in given:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(known)}")
+        return given
+
+    return parse
 
 
 def whole(low: int, high: int = (1 << 31) - 1) -> Callable[[str], int]:
@@ -106,6 +119,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
                        help="most that the file in it may take (default: half of what is free there)")
     group.add_argument("--readable-tiers", choices=tuple(READABLE), default="all",
                        help="hot: attention does not read --warm in place, pages move, as they would on a GPU (default: all)")
+    group.add_argument("--prefetch-sources", type=names(PREFETCH_SOURCES), metavar="NAME,NAME",
+                       help="why pages are read from the cold file before they are needed: groups, rising, query; the last reads what the "
+                            "next layer is guessed to select, half of which was measured to be wasted (default: groups,rising)")
     group.add_argument("--kv", choices=KV_FORMATS, default="auto",
                        help="key-value format; auto is f32 for f32 models, else bf16 (default: auto)")
     group.add_argument("--profile", default="exact", metavar="NAME|FILE",
@@ -158,8 +174,8 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def open_model(args: argparse.Namespace) -> Model:
     return load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, hot=args.hot, warm=args.warm, cold=args.cold,
-                cold_size=args.cold_size, readable_tiers=args.readable_tiers, kv=args.kv, profile=args.profile,
-                calibration=args.calibration)
+                cold_size=args.cold_size, readable_tiers=args.readable_tiers, prefetch_sources=args.prefetch_sources, kv=args.kv,
+                profile=args.profile, calibration=args.calibration)
 
 
 def say(text: str) -> None:

@@ -7,6 +7,8 @@
  *   weigh    masses and mean values of what was not chosen; items are spans of pages
  *   finish   their sums: the virtual tokens
  *
+ * `foresee` does the first two with the pages that `select` noted for the row before.
+ *
  * Chunks and spans begin at the first selectable page, whoever computes them, and their sums are added in order. So neither threads nor
  * what else is in the batch changes a bit. */
 #include "device/cpu/sparse_job.h"
@@ -214,7 +216,7 @@ void hsri_cpu_score_chunk(const select_job *job, const chunk *c, uint32_t row, u
                             .mass = out->mass, .mass_stride = out->stride };
 
     for (uint32_t h = 0; h < n_heads; h++)
-        references[h] = reference_of(job, row, head + h);
+        references[h] = reference_of(job, p, row, head + h);
     score_heads(job, c, &a);
     for (uint32_t h = 0; h < n_heads; h++)
         out->raised[h * out->step] = score_raised(job, c, a, h, &out->sums[h * out->step]);
@@ -249,18 +251,20 @@ static uint64_t score_items(const select_job *job, const pick_state *p)
     return p->scored ? (uint64_t)job->kv->n_kv_heads * head_items(p) : 0;
 }
 
-/* Chunk i of the pages behind the segments. */
+/* Chunk i of the pages behind the segments; of foreseen ones, a head may have fewer chunks than others. */
 static void score_pages(const select_job *job, chunk *c, uint32_t i)
 {
     const pick_state *p = c->pick;
-    const page_list   all = { .first_page = p->first_page }, l = hsri_cpu_pages_of(job, p, c->kv_head);
+    const page_list   l = hsri_cpu_pages_of(job, p, c->kv_head);
 
     c->part = p->n_segments + i;
     c->at = l.n_clustered + i * HSRI_SCORE_PAGES;
     c->first = p->n_segments * HSRI_SEGMENT_PAGES + i * HSRI_SCORE_PAGES;
-    c->n_pages = (uint32_t)hsri_min(HSRI_SCORE_PAGES, p->n_pages - c->first);
+    if (c->at >= l.n_pages)
+        return;
+    c->n_pages = (uint32_t)hsri_min(HSRI_SCORE_PAGES, l.n_pages - c->at);
     c->calibration = hsri_cpu_calibration(job->dev, job->kv, job->layer, c->kv_head);
-    find_entries(job, p, c->kv_head, &all, c->first, c->n_pages, c->entries);
+    find_entries(job, p, c->kv_head, &l, c->at, c->n_pages, c->entries);
     for (uint32_t vote = 0; vote < c->pick->n_votes; vote++)
         score_vote(job, c, vote);
 }
@@ -301,7 +305,7 @@ static measure measure_of(const choice *c, uint32_t vote, uint32_t head)
     uint64_t          at = chunk_at(job, c->p, vote, head);
 
     return measure_chunks(job->mass + mass_at(job, c->p, vote, head), job->sums + at, job->raised + at, c->pages.n_chunks,
-                          reference_of(job, row_of_vote(c->p, vote), head));
+                          reference_of(job, c->p, row_of_vote(c->p, vote), head));
 }
 
 /* Worth of each unit: its probability, summed over the voting rows and the heads of the group. */
@@ -454,7 +458,7 @@ static void draw_slices(const choice *c, uint32_t n_slices)
             c->worth[i] = (float)hsri_rng_unit(c->p->settings->seed, stream << 24 | i);
 }
 
-/* How many units may be chosen, and the size of the slices they come in. */
+/* How many of all units may be chosen, and the size of the slices they come in. */
 static uint32_t budget_of(const pick_state *p, uint32_t *size)
 {
     const hsri_sparse *s = p->settings;
@@ -473,8 +477,8 @@ static uint32_t budget_of(const pick_state *p, uint32_t *size)
 static void choose_slices(const choice *c)
 {
     const hsri_sparse_kernels *kernels = &c->job->dev->kernels.sparse;
-    uint32_t size, budget = budget_of(c->p, &size), n_slices = count_slices(&c->pages, size);
-    bool     all = budget >= c->p->n_pages * HSRI_PAGE_UNITS;
+    uint32_t size = c->p->slice_units, n_slices = count_slices(&c->pages, size);
+    bool     all = c->p->budget >= c->p->n_pages * HSRI_PAGE_UNITS;
     hsri_top top;
 
     if (c->p->settings->selector == HSRI_SELECT_CLASSIC && !all)
@@ -482,7 +486,7 @@ static void choose_slices(const choice *c)
     weigh_slices(c, size, n_slices);
     if (c->p->settings->selector == HSRI_SELECT_RANDOM)
         draw_slices(c, n_slices);
-    top = hsri_top_of(kernels, c->worth, n_slices, all ? n_slices : budget / size, c->work);
+    top = hsri_top_of(kernels, c->worth, n_slices, all ? n_slices : c->p->budget / size, c->work);
     n_slices = hsri_top_list(kernels, top, c->worth, n_slices, c->work);
     for (uint32_t i = 0; i < n_slices; i++) {
         uint32_t end, u;
@@ -562,6 +566,28 @@ static choice choice_of(const select_job *job, const pick_state *p, uint32_t kv_
                      job->chosen + at / HSRI_PAGE_UNITS };
 }
 
+/* Note the pages with the most probable units, before anything else changes what units are worth. */
+static void note_scan(const choice *c)
+{
+    const hsri_sparse_kernels *kernels = &c->job->dev->kernels.sparse;
+    const uint32_t first_head = c->kv_head * c->job->heads_per_kv, n_pages = c->pages.n_pages;
+    uint32_t *scan = scan_of(c->p, c->kv_head), *found = c->work + n_pages;
+    float    *best = (float *)c->work;
+    hsri_top  top;
+
+    for (uint32_t page = 0; page < n_pages; page++) {
+        const float *unit = c->worth + (uint64_t)page * HSRI_PAGE_UNITS;
+
+        best[page] = fmaxf(fmaxf(fmaxf(unit[0], unit[1]), fmaxf(unit[2], unit[3])), 0.0f);
+    }
+    top = hsri_top_of(kernels, best, n_pages, c->p->settings->scan_pages, found);
+    scan[0] = hsri_top_list(kernels, top, best, n_pages, found);
+    for (uint32_t i = 0; i < scan[0]; i++)
+        scan[1 + i] = page_at(&c->pages, found[i]);
+    for (uint32_t h = first_head; h < first_head + c->job->heads_per_kv; h++)
+        scan_references(c->job, c->p)[h] = reference_of(c->job, c->p, c->p->row, h);
+}
+
 static uint64_t choose_items(const select_job *job, const pick_state *p) { (void)p; return job->kv->n_kv_heads; }
 
 static void choose_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
@@ -579,6 +605,8 @@ static void choose_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
             hsri_cpu_level_masses(job, p, c.kv_head);
         if (p->n_pages) {
             weigh_units(&c);
+            if (p->scan)
+                note_scan(&c);
             choose_forced(&c);
             choose_slices(&c);
         }
@@ -662,7 +690,7 @@ static void finish_head(const select_job *job, const pick_state *p, uint32_t hea
         const float *about = p->seq->index_shape.kind == HSRI_INDEX_SKETCH
                                  ? hsri_cpu_calibration(job->dev, job->kv, job->layer, head / job->heads_per_kv).mean_v : NULL;
 
-        part[0] = reference_of(job, p->row, head) + logf(mass) +
+        part[0] = reference_of(job, p, p->row, head) + logf(mass) +
                   highest(job->raised + chunk_at(job, p, 0, head), l.n_chunks);
         part[1] = 1.0f;
         for (uint32_t j = 0; j < d; j++)
@@ -709,7 +737,6 @@ static pick_state describe_pick(const select_job *job, uint32_t i)
     pick_state p = { .seq = &job->seqs[seq], .settings = &job->settings[seq], .pick = i, .row = pick.row, .n_rows = pick.n_rows,
                      .n_votes = (uint32_t)hsri_div_up(pick.n_rows, HSRI_PICK_STRIDE) };
     bool       index = p.seq->index_shape.kind != HSRI_INDEX_NONE;
-    uint32_t   size;
 
     p.first_page = p.seq->sink_pages;
     p.n_pages = page + 1 > p.seq->window_pages + p.first_page ? page + 1 - p.seq->window_pages - p.first_page : 0;
@@ -718,7 +745,11 @@ static pick_state describe_pick(const select_job *job, uint32_t i)
     /* Bounds are no estimates: virtual tokens would weigh far too much. */
     p.virtual_tokens = p.n_rows == 1 && p.n_pages > 0 && index && (p.settings->flags & HSRI_SPARSE_VIRTUAL) &&
                        p.settings->selector != HSRI_SELECT_MINMAX;
-    p.n_segments = hsri_cpu_cluster_segments(&p, budget_of(&p, &size));
+    p.budget = budget_of(&p, &p.slice_units);
+    p.n_segments = hsri_cpu_cluster_segments(&p, p.budget);
+    if (p.settings->scan_pages && p.n_rows == 1 && p.n_pages > 0 && index)
+        p.scan = (uint32_t *)hsri_cpu_at(job->dev, p.settings->scan, 0) +
+                 hsri_scan_at(job->kv->n_kv_heads, job->n_heads, p.settings->scan_pages, job->layer, 0);
     return p;
 }
 
@@ -795,6 +826,74 @@ static void cpu_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
     }
 }
 
+/* ---- what the next query may choose ---- */
+
+/* The pick with the pages of its scan. False: there is none, or the sequence was cut since, and not all of them are selectable. */
+static bool describe_foreseen(const select_job *job, uint32_t i, pick_state *p)
+{
+    uint32_t end, most = 0;
+
+    *p = describe_pick(job, i);
+    end = p->first_page + p->n_pages;
+    for (uint32_t kv_head = 0; kv_head < job->kv->n_kv_heads && p->scan; kv_head++) {
+        const uint32_t *scan = scan_of(p, kv_head);
+
+        if (scan[0] == 0 || scan[scan[0]] >= end)
+            return false;
+        most = (uint32_t)hsri_max(most, scan[0]);
+    }
+    p->foreseen = p->scan != NULL;
+    p->n_pages = most;
+    p->n_chunks = (uint32_t)hsri_div_up(most, HSRI_SCORE_PAGES);
+    p->n_segments = 0;
+    return p->foreseen;
+}
+
+/* Items as in choose_run. */
+static void foresee_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const select_job *job = arg;
+
+    (void)worker;
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t          i = item, list;
+        const pick_state *p = find_pick(job, &i, choose_items);
+        const choice      c = choice_of(job, p, (uint32_t)i);
+
+        list = (uint64_t)p->pick * job->kv->n_kv_heads + c.kv_head;
+        memset(c.chosen, 0, c.pages.n_pages);
+        weigh_units(&c);
+        choose_slices(&c);
+        job->counts[list] = write_list(&c, job->units + list * job->stride);
+    }
+}
+
+static void cpu_foresee(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
+                        hsri_ref queries, hsri_ref rotated, hsri_ref sparse, hsri_ref picks, hsri_ref scratch, const hsri_lists *lists)
+{
+    hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
+    select_job       job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, (hsri_ref){ 0 }, sparse, picks, lists);
+
+    memset(job.counts, 0, (uint64_t)lists->n_picks * kv->n_kv_heads * sizeof *job.counts);
+    for (uint32_t i = 0; i < lists->n_picks;) {
+        uint32_t max_pages = 0;
+
+        for (job.n_picks = 0; i < lists->n_picks && job.n_picks < BATCH_VOTES; i++) {
+            pick_state *p = &job.picks[job.n_picks];
+
+            if (!describe_foreseen(&job, i, p))
+                continue;
+            p->first_vote = job.n_picks++;
+            max_pages = (uint32_t)hsri_max(max_pages, p->n_pages);
+        }
+        place_scratch(&job, hsri_cpu_at(dev, scratch, hsri_select_scratch(job.n_picks, 0, n_heads, kv->n_kv_heads, kv->head_dim, max_pages,
+                                                                          false)),
+                      job.n_picks, max_pages, false);
+        hsri_cpu_run_items(dev, all_items(&job, score_items), score_cost(&job), score_run, &job);
+        hsri_cpu_run_items(dev, all_items(&job, choose_items), job.max_units * job.n_picks * kv->n_kv_heads * CHOOSE_NS, foresee_run, &job);
+    }
+}
+
 static void cpu_set_aside(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                           hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, const hsri_lists *lists)
 {
@@ -816,5 +915,6 @@ void hsri_cpu_sparse_fill(hsri_ops *ops)
 {
     ops->rotate = cpu_rotate;
     ops->select = cpu_select;
+    ops->foresee = cpu_foresee;
     ops->set_aside = cpu_set_aside;
 }

@@ -105,7 +105,7 @@ static void weigh_chunk(const select_job *job, const chunk *c, const listed *l, 
 
         if (sum[0] > 0.0f)
             add_part(job->virtual_part + ((uint64_t)row * job->n_heads + head + h) * (2 + d),
-                     reference_of(job, row, head + h) + logf(sum[0]) + m.raised[h], sum, about, d);
+                     reference_of(job, c->pick, row, head + h) + logf(sum[0]) + m.raised[h], sum, about, d);
     }
 }
 

@@ -125,7 +125,7 @@ static void survey_vote(const select_job *job, const pick_state *p, uint32_t kv_
         a.rotated = job->rotated + query;
         a.mass = job->cluster_mass + (segments_at(job, p, vote, head + h0) + segment) * CLUSTERS;
         for (uint32_t h = 0; h < a.n_heads; h++)
-            references[h] = reference_of(job, row, head + h0 + h);
+            references[h] = reference_of(job, p, row, head + h0 + h);
         job->dev->kernels.sparse.cluster.score(&a);
         for (uint32_t h = 0; h < a.n_heads; h++)
             survey_raised(job, a, h, segments_at(job, p, vote, head + h0 + h) + segment);
@@ -153,7 +153,7 @@ static measure measure_clusters(const select_job *job, const pick_state *p, uint
     uint64_t at = segments_at(job, p, vote, head);
 
     return measure_chunks(job->cluster_mass + at * CLUSTERS, job->cluster_sums + at, job->cluster_raised + at, p->n_segments,
-                          reference_of(job, row_of_vote(p, vote), head));
+                          reference_of(job, p, row_of_vote(p, vote), head));
 }
 
 /* Worth of a cluster: its probability, summed over the voting rows and the heads of the group. */
@@ -446,6 +446,10 @@ page_list hsri_cpu_pages_of(const select_job *job, const pick_state *p, uint32_t
         l.pages = listed_at(job, p, kv_head);
         l.n_clustered = first_listed_at(job, p, kv_head)[p->n_segments];
         l.n_pages = l.n_clustered + p->n_pages - p->n_segments * HSRI_SEGMENT_PAGES;
+    }
+    if (p->foreseen) {
+        l.pages = scan_of(p, kv_head) + 1;
+        l.n_pages = scan_of(p, kv_head)[0];
     }
     l.n_chunks = (uint32_t)hsri_div_up(l.n_pages, HSRI_SCORE_PAGES);
     return l;

@@ -29,6 +29,9 @@ typedef struct pick_state {
     bool     scored;                   /* there are masses, exact or estimated */
     bool     virtual_tokens;
     uint32_t n_segments;               /* whose clusters say which of their tokens are looked at; 0: all are */
+    uint32_t budget, slice_units;      /* units to choose, and the size of the slices they come in */
+    uint32_t *scan;                    /* where the layer's scan is noted; NULL: nowhere */
+    bool     foreseen;                 /* its pages are those of the scan */
 } pick_state;
 
 typedef struct select_job {
@@ -88,9 +91,16 @@ static inline uint64_t list_at(const select_job *job, const pick_state *p, uint3
     return (uint64_t)p->first_vote * job->kv->n_kv_heads + kv_head;
 }
 
+/* The scan of a kv head: how many pages it has, and the pages. And behind those of all heads, what their references were. */
+static inline uint32_t *scan_of(const pick_state *p, uint32_t kv_head) { return p->scan + kv_head * (1ull + p->settings->scan_pages); }
+static inline float *scan_references(const select_job *job, const pick_state *p) { return (float *)scan_of(p, job->kv->n_kv_heads); }
+
 /* Log of the mass that a head reads exactly; NaN if there is none or it is not a number. */
-static inline float reference_of(const select_job *job, uint32_t row, uint32_t head)
+static inline float reference_of(const select_job *job, const pick_state *p, uint32_t row, uint32_t head)
 {
+    if (p->foreseen)
+        return scan_references(job, p)[head];
+
     const float *acc = job->acc + ((uint64_t)row * job->n_heads + head) * (2 + job->kv->head_dim);
     float        reference = acc[0] + logf(acc[1]);
 
@@ -148,7 +158,7 @@ static inline measure measure_chunks(const float *mass, const float *sums, const
 }
 
 /* The pages of a kv head of a pick whose units compete, ascending: their masses lie side by side, and chunks are counted among them. With
- * clusters, those with a token that was looked at, forced ones, and all behind the segments. */
+ * clusters, those with a token that was looked at, forced ones, and all behind the segments. Foreseen, those of the scan. */
 typedef struct page_list {
     const uint32_t *pages;      /* NULL: all selectable ones, from first_page on */
     uint32_t first_page, n_pages, n_chunks;

@@ -197,7 +197,16 @@ typedef struct hsr_engine_opts {
     float       enter_above, leave_below; /* thresholds of moves that nobody asked for; defaults 0.7 and 0.5 */
     int32_t     prefetch_depth; /* groups of pages that may be on their way ahead of need; default 4, 0: none */
     int32_t     readable_tiers; /* HSR_READ_*: memory that attention reads in place */
+    uint32_t    prefetch_sources; /* HSR_PREFETCH_*: why pages are read ahead; default HSR_PREFETCH_DEFAULT. Results stay the same */
 } hsr_engine_opts;
+
+/* Why a page is read before attention asks for it. Counted by source: hsr_engine_stats.prefetch, in this order. */
+#define HSR_PREFETCH_GROUPS 1u /* the next groups of the layer, and the first of the next layer */
+#define HSR_PREFETCH_RISING 2u /* its importance has risen above enter_above, and there is room */
+#define HSR_PREFETCH_QUERY  4u /* the next layer's query, guessed before this one is done, would select it; of sparse sessions, one token at
+                                  a time. Half of it is for nothing, and no time was measured to be won: off by default */
+#define HSR_PREFETCH_DEFAULT (HSR_PREFETCH_GROUPS | HSR_PREFETCH_RISING)
+#define HSR_N_PREFETCH 4       /* the fourth is not to be chosen: pages that HSR_LATE_ESTIMATE did not wait for */
 
 #define HSR_READ_ALL 0 /* hot and warm, which are one pool */
 #define HSR_READ_HOT 1 /* hot alone, as on a GPU: pages that leave it go to warm memory, in place of those worth less there, and must come
@@ -236,6 +245,14 @@ HSR_API hsr_status hsr_engine_destroy(hsr_engine **engine, hsr_error *err);
 /** Cancel all sessions, as hsr_session_cancel does for one.
  *  @since 0.1  @threads any  @blocks no  @alloc no */
 HSR_API hsr_status hsr_engine_cancel(hsr_engine *engine, hsr_error *err);
+
+/* What became of pages that were read ahead for one reason. */
+typedef struct hsr_prefetch_stats {
+    uint64_t pages;              /* asked for */
+    uint64_t hits;               /* of these, attended */
+    uint64_t wasted;             /* and left memory again, or were dropped, without that */
+    uint64_t bytes, wasted_bytes;
+} hsr_prefetch_stats;
 
 typedef struct hsr_engine_stats {
     uint32_t struct_size;
@@ -285,6 +302,7 @@ typedef struct hsr_engine_stats {
     uint64_t warm_moved_in;       /* pages that moved from hot to warm memory; of cold_evictions */
     uint64_t warm_moved_out;      /* and back, because somebody wanted them: what attention found there is among cold_hits */
     uint64_t warm_dropped;        /* that left warm memory for others */
+    hsr_prefetch_stats prefetch[HSR_N_PREFETCH]; /* the cold_prefetch counters by source: GROUPS, RISING, QUERY, what was not waited for */
 } hsr_engine_stats;
 
 /** Fill *stats; struct_size must be set by the caller.
