@@ -333,6 +333,8 @@ static hsr_status mark_absent(hsri_holder *h, uint32_t layer, uint32_t seq, uint
         uint32_t page = units[i] / HSRI_PAGE_UNITS, body = hsri_cache_body(cache, page, layer, head);
         if (page != last)
             status = body == HSRI_NO_BODY ? HSR_OK : hsri_body_want(h->tiers, body, err);
+        if (page != last && status == HSR_OK)   /* it may have come just now, and could leave again for the next one */
+            status = pin(h, &h->ahead, seq, page, layer, head, false, err);
         cache->n_estimated += page != last && status == HSR_AGAIN;
         last = page;
         if (status < 0) {
