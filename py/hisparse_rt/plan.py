@@ -11,6 +11,7 @@ from .checks import file_name, integer
 from .errors import FormatError, InvalidError
 from .model import DTYPES, engine_options
 from .session import INDEX_KINDS, KV_FORMATS
+from .sizes import format_size
 
 if TYPE_CHECKING:
     from .profile import Profile, ProfileLike
@@ -52,6 +53,16 @@ class Plan:
     cold_budget: int
     total_bytes: int
     """Memory of the process at most, apart from its code."""
+
+    @property
+    def shortage(self) -> str | None:
+        """What is lacking, in words; None if it fits."""
+        if self.fits:
+            return None
+        if self.short_of == "sessions":
+            return f"{self.short_needed} sessions, and max_sessions is {self.short_available}"
+        return (f"short of {self.short_of}: {format_size(self.short_needed)} are needed, {format_size(self.short_available)} are there; "
+                f"{format_size(self.short_needed - self.short_available)} more would do")
 
 
 def plan(

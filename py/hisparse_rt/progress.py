@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 
 @contextmanager
-def bar(label: str, unit: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A function (done, total) that draws, or None when stderr is no terminal. The bar vanishes at the end."""
-    if sys.stderr is None or not sys.stderr.isatty():
+def bar(label: str, unit: str, file: TextIO | None = None) -> Iterator[Callable[[int, int], None] | None]:
+    """A function (done, total) that draws, or None when stderr, or `file` in its place, is no terminal. The bar vanishes at the end."""
+    file = file or sys.stderr
+    if file is None or not file.isatty():
         yield None
         return
     from tqdm import tqdm  # loaded only when something will be drawn
 
-    with tqdm(desc=label, unit=unit, leave=False, delay=0.5, file=sys.stderr) as display:
+    with tqdm(desc=label, unit=unit, leave=False, delay=0.5, file=file) as display:
 
         def report(done: int, total: int) -> None:
             display.total = total

@@ -6,7 +6,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
+import pty
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,7 +22,7 @@ from hisparse_rt.bench.job import Options, Point
 from hisparse_rt.bench.programs import LimitError, MeasureError, Program
 from hisparse_rt.bench.rounds import Limits, Rounds, Samples
 from hisparse_rt.tools.convert import convert
-from shell import fails, run
+from shell import command, fails, run
 
 pytestmark = pytest.mark.slow  # of the front and the tools; what it runs in C the other tests run too
 
@@ -161,8 +164,8 @@ def test_depths_that_the_model_was_not_trained_for(path) -> None:
     assert json.loads(done.stdout)["rows"][0]["depth"] == 2048
 
 
-def test_a_budget_of_memory_that_is_too_small(path) -> None:
-    """Said at once where nothing can be measured, and as a row without numbers where something can."""
+def test_a_budget_of_memory_that_is_too_small(path, tmp_path) -> None:
+    """Said at once where nothing can be measured, before anything is computed, and as a row without numbers where something can."""
     arguments = ("bench", path, "--repeats", 1, "--decode-tokens", 2, "--ram", "1MiB", "--beyond-trained", "--depths")
     assert "nothing" not in run(*arguments, "16").stderr
     fewer = run(*arguments, "16,60000", "--json", "-")
@@ -170,9 +173,31 @@ def test_a_budget_of_memory_that_is_too_small(path) -> None:
     written = json.loads(fewer.stdout)
     assert written["rows"][1]["ours"] is None and written["rows"][1]["of_bound"] is None
     assert (written["skipped"][0]["program"], written["skipped"][0]["depth"]) == ("ours", 60000)
-    only = run(*arguments, "60000")
-    assert only.returncode == 1 and only.stdout == "" and "Traceback" not in only.stderr
-    assert re.search("hisparse-rt: [0-9]+ tokens need [0-9]+ more KV blocks", only.stderr) and "NoSpaceError" not in only.stderr
+    assert re.search("60000 tokens do not fit: short of memory: [0-9.]+ MiB are needed, 1.0 MiB are there", written["skipped"][0]["reason"])
+    short = "hisparse-rt: {} tokens do not fit: short of {}: [0-9.]+ .iB are needed, [0-9.]+ .iB are there; [0-9.]+ .iB more would do"
+    for options in ((), ("--fill", "synthetic"), ("--fill", "synthetic", "--batch", 2)):
+        only = run(*arguments, "60000", *options)
+        assert only.returncode == 1 and only.stdout == "" and "Traceback" not in only.stderr
+        assert re.fullmatch(short.format(60000, "memory"), only.stderr.splitlines()[-1])
+        assert "prefill" not in only.stderr
+    cold = ("--cold", tmp_path, "--cold-size", "1MiB", "--chunk", 64)
+    only = run("bench", path, "--context", "60000", "--fill", "synthetic", "--ram", "24MiB", *cold)
+    assert re.fullmatch(short.format(60000, "cold storage"), only.stderr.splitlines()[-1]), only.stderr
+
+
+def test_long_work_is_shown_on_a_terminal(path, tmp_path) -> None:
+    screen, ours = pty.openpty()
+    with subprocess.Popen(command("bench", path, "--context", "600K", "--fill", "synthetic", "--kv", "bf16", "--repeats", 1,
+                                  "--decode-tokens", 2, "--save", tmp_path / "saved"), stdout=subprocess.DEVNULL, stderr=ours) as process:
+        os.close(ours)
+        seen = b""
+        with contextlib.suppress(OSError):      # the other side is closed
+            while data := os.read(screen, 4096):
+                seen += data
+    os.close(screen)
+    assert process.returncode == 0, seen
+    assert re.search(rb"filling: +[0-9]+%", seen)
+    assert b"ours, 614400 tokens: prefill" in seen
 
 
 def test_a_batch_of_more_sessions_than_an_engine_has_by_itself(path) -> None:

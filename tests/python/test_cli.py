@@ -229,6 +229,32 @@ def test_logits(path, tmp_path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["ids.json", "out.f32"]
 
 
+def test_logits_to_standard_output(path, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ids.json").write_text("[5, 9, 200]")
+    done = subprocess.run(command("logits", path, "--ids", "ids.json", "--out", "-"), capture_output=True, timeout=600)
+    with hs.load(path, ram="16MiB") as model:
+        assert done.stdout == model.logits([5, 9, 200]).tobytes()
+    assert done.returncode == 0 and b"-: 3 rows" in done.stderr and os.listdir(tmp_path) == ["ids.json"]
+    screen, ours = pty.openpty()
+    done = subprocess.run(command("logits", path, "--ids", "ids.json", "--out", "-"), stdout=ours, stderr=subprocess.PIPE, text=True,
+                          timeout=600)
+    os.close(ours)
+    os.close(screen)
+    assert done.returncode == 1 and "not for a terminal" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [
+    ("bench", "MODEL", "--depths", "8", "--save", "-"), ("bench", "MODEL", "--depths", "8", "--save", "-", "--json", "-"),
+    ("calibrate", "MODEL", "--out", "-"), ("convert", "MODEL", "-"), ("generate", "MODEL", "-p", "x", "--prompt-cache", "-"),
+])
+def test_what_is_written_to_files_only(path, tmp_path, monkeypatch, arguments) -> None:
+    """- means standard output wherever it means anything: nobody gets a file of that name."""
+    monkeypatch.chdir(tmp_path)
+    fails(*(path if argument == "MODEL" else argument for argument in arguments), text="- is standard output.*files only")
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize(
     ("content", "text"),
     [("[", "JSON"), ("{}", "list"), ("[]", "no token ids"), ("[1.5]", "1.5"), ("[true]", "bool"), ("[9999]", "9999"), ("[-1]", "-1"),

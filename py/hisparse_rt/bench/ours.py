@@ -2,13 +2,15 @@
 """Measures this package: `python -m hisparse_rt.bench.ours`, which answers as peers/protocol.py says."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from .. import __version__
+from .. import __version__, progress
 from ..errors import HisparseError
 from ..load import load
 from ..model import Model
@@ -30,8 +32,8 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         make = _restore if job["restore"] else _compute
         sessions, details = make(model, job, options)
         if job["save"]:
-            with _Clock() as clock:
-                sessions[0].save(job["save"])
+            with _bar(job, "saving", "B") as bar, _Clock() as clock:
+                sessions[0].save(job["save"], bar)
             details["save_seconds"] = clock.seconds
         first, seconds = _decode(sessions, job["decode_tokens"], job["generate"])
         stats = [session.stats() for session in sessions]
@@ -49,6 +51,21 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         }
 
 
+@contextlib.contextmanager
+def _bar(job: dict[str, Any], label: str, unit: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar where whoever asked has a terminal: job["screen"]."""
+    if job["screen"] is None:
+        yield None
+        return
+    with open(job["screen"], "w", closefd=False) as screen, progress.bar(label, unit, screen) as bar:
+        yield bar
+
+
+def _part(bar: Callable[[int, int], None] | None, i: int, n: int) -> Callable[[int, int], None] | None:
+    """Part i of n of the same size."""
+    return bar and (lambda done, total: bar(i * total + done, n * total))
+
+
 class _Clock:
     """Seconds inside a `with` block."""
 
@@ -63,14 +80,14 @@ class _Clock:
 def _compute(model: Model, job: dict[str, Any], options: dict[str, Any]) -> tuple[list[Session], dict[str, Any]]:
     prompts = job["prompts"]
     sessions = [model.session(**options) for _ in prompts]
-    with _Clock() as prefill:
-        for session, prompt in zip(sessions, prompts, strict=True):
+    with _bar(job, "computing", "tok") as bar, _Clock() as prefill:
+        for i, (session, prompt) in enumerate(zip(sessions, prompts, strict=True)):
             session.append(prompt)
-            session.prefill()
-    with _Clock() as fill:
+            session.prefill(_part(bar, i, len(sessions)))
+    with _bar(job, "filling", "tok") as bar, _Clock() as fill:
         for seed, session in enumerate(sessions):
             if job["fill"]:
-                session.fill(job["fill"], seed)
+                session.fill(job["fill"], seed, _part(bar, seed, len(sessions)))
     rate = len(prompts) * job["fill"] / fill.seconds if job["fill"] else None
     return sessions, {"prefill_seconds": prefill.seconds, "fill_tokens_per_second": rate}
 

@@ -2,6 +2,7 @@
 """The programs that are compared. Each measurement runs in a process of its own, so that they share neither memory nor caches."""
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,15 +48,17 @@ class Program:
 
     def measure(self, job: dict[str, Any], seconds: float | None) -> dict[str, Any]:
         """Measure in a new process. MeasureError; LimitError after `seconds`."""
-        return self._run([], json.dumps(job), seconds)
+        with _screen() as screen:
+            return self._run([], json.dumps(job | {"screen": screen}), seconds, screen)
 
-    def _run(self, arguments: list[str], text: str, seconds: float | None) -> dict[str, Any]:
+    def _run(self, arguments: list[str], text: str, seconds: float | None, screen: int | None = None) -> dict[str, Any]:
         hidden = ("PYTHONPATH", "PYTHONHOME") if self.foreign else ()
         environment = {key: value for key, value in os.environ.items() if key not in hidden}
         try:
             # In a session of its own, so that it can be ended with everything it may have started.
             process = subprocess.Popen([*self.command, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                       text=True, errors="replace", env=environment, start_new_session=True)
+                                       text=True, errors="replace", env=environment, start_new_session=True,
+                                       pass_fds=() if screen is None else (screen,))
         except OSError as error:
             raise from_os_error(f"cannot run {self.command[0]}", error) from error
         with process:
@@ -72,6 +76,19 @@ class Program:
         except ValueError:
             pass
         raise MeasureError(_reason(process.returncode, err))
+
+
+@contextlib.contextmanager
+def _screen() -> Iterator[int | None]:
+    """The terminal of stderr, if it is one, for a process whose own stderr is kept."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        yield None
+        return
+    screen = os.dup(sys.stderr.fileno())
+    try:
+        yield screen
+    finally:
+        os.close(screen)
 
 
 def _reason(code: int, said: str) -> str:

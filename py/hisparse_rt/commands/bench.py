@@ -17,6 +17,7 @@ from ..bench.programs import MeasureError, Program
 from ..bench.rounds import Limits, Rounds, Samples, failed_entirely
 from ..errors import ContextError, FileMissingError
 from ..model import Model
+from ..plan import plan
 from . import common
 
 HELP = "measure prefill and decode speed"
@@ -109,7 +110,9 @@ def run(args: argparse.Namespace) -> int:
     machine = _ceilings(stats.n_threads, bounds.level(stats.isa, shape.dtype))
 
     def measure(program: Program, point: Point, seconds: float | None) -> dict[str, Any]:
-        _show(f"{program.name}, {point} ...")
+        if program is ours and not args.restore:
+            _check_room(args, source, point)
+        _show(f"{program.name}, {point}{', restoring' if options.restore else ''} ...")
         return program.measure(job.make(program.model, ids, point, options), seconds)
 
     def after(point: Point, samples: Samples) -> None:
@@ -143,6 +146,7 @@ def _absolute(name: str | None) -> str | None:
 def _saved_length(model: Model, args: argparse.Namespace) -> int:
     """Tokens of the session in --restore FILE, which is found damaged, or of another model, before anything is measured."""
     kv = None if args.kv == "auto" else args.kv  # a format that was asked for and is not the one of the file is refused
+    _show(f"reading {args.restore} ...")
     with model.restore(args.restore, kv=kv, beyond_trained=True) as session:
         n: int = session.stats().n_tokens
     trained = model.info.context_length
@@ -179,9 +183,9 @@ def _check(args: argparse.Namespace) -> dict[str, str]:
         raise FileMissingError(f"{args.peer_model}: no such file", sys_code=2)
     if args.plot is not None:
         plot.check(args.plot)
-    for name in (args.json, args.plot, args.save):
-        if name not in (None, "-"):
-            common.check_output(name, sources=_sources(args))
+    for name, stdout in ((args.json, True), (args.plot, False), (args.save, False)):
+        if name is not None:
+            common.check_output(name, sources=_sources(args), stdout=stdout)
     return pythons
 
 
@@ -217,6 +221,17 @@ def _fitting(model: Model, args: argparse.Namespace) -> list[int]:
         raise ContextError(f"the model was trained for {trained} tokens: give --depths below that, or --beyond-trained")
     common.say(f"depths above {max(fitting)} are left out: the model was trained for {trained} tokens (--beyond-trained)")
     return fitting
+
+
+def _check_room(args: argparse.Namespace, model: str, point: Point) -> None:
+    """MeasureError if its sessions do not fit: told before minutes are spent on filling them."""
+    engine = _engine(args)
+    kv, profile, calibration = (engine.pop(name) for name in ("kv", "profile", "calibration"))
+    found = plan(model, context=point.depth + args.decode_tokens + 1, sessions=point.batch, beyond_trained=True, kv=kv,
+                 profile=0 if profile == "exact" else profile, calibrated=None if calibration is None else bool(calibration),
+                 max_sessions=max(256, point.batch), **engine)
+    if not found.fits:
+        raise MeasureError(f"{point} do not fit: {found.shortage}")
 
 
 def _find_peers(args: argparse.Namespace, pythons: dict[str, str]) -> list[Program]:

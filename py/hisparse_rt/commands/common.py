@@ -205,11 +205,14 @@ def lenient_input() -> None:
 
 
 @contextlib.contextmanager
-def output_file(name: str, *, sources: tuple[str, ...] = (), mode: int = 0o666) -> Iterator[BinaryIO]:
+def output_file(name: str, *, sources: tuple[str, ...] = (), mode: int = 0o666, stdout: bool = False) -> Iterator[BinaryIO]:
     """A file to write, which gets its name only when it is whole; devices and pipes are written as they are.
 
-    sources: files that must not be overwritten.
+    sources: files that must not be overwritten. stdout: "-" is standard output, and not refused.
     """
+    if stdout and name == "-":
+        yield from _standard_output()
+        return
     path = check_output(name, sources=sources)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
@@ -229,8 +232,31 @@ def output_file(name: str, *, sources: tuple[str, ...] = (), mode: int = 0o666) 
             temporary.unlink()
 
 
-def check_output(name: str, *, sources: tuple[str, ...] = ()) -> Path:
-    """Where `name` leads to; an error before anything was computed, if that cannot be written."""
+def _standard_output() -> Iterator[BinaryIO]:
+    if sys.stdout is None:
+        raise InvalidError("there is no standard output to write to")
+    if sys.stdout.isatty():
+        raise InvalidError("these bytes are not for a terminal: send standard output to a file or a program")
+    try:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+    except OSError as error:
+        if isinstance(error, (HisparseError, BrokenPipeError)):
+            raise
+        raise from_os_error("cannot write the output", error) from error
+
+
+def check_no_stdout(name: str | None) -> None:
+    """What is written to a file only is not written to one that happens to be called "-"."""
+    if name == "-":
+        raise InvalidError("- is standard output, and this is written to files only; ./- names a file that is called so")
+
+
+def check_output(name: str, *, sources: tuple[str, ...] = (), stdout: bool = False) -> Path:
+    """Where `name` leads to; an error before anything was computed, if that cannot be written. stdout: "-" can be."""
+    if stdout and name == "-":
+        return Path(name)
+    check_no_stdout(name)
     if not name or "\0" in name:
         raise InvalidError(f"{name!r} is not a file name")
     if os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name):

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..tools import convert_cli
 
+    common.check_no_stdout(args.dst)
     code = convert_cli.run(args)
     if code == 0:
         model = os.path.realpath(args.dst)

@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.raw and args.system is not None:
         args.usage_error("--system is for the chat template, which --raw leaves out")
+    common.check_no_stdout(args.prompt_cache)
     prompt = _read_prompt(args) if args.prompt is None else args.prompt
     with common.open_model(args) as model, progress.bar("reading the prompt", "tok") as report:
         stream = start(

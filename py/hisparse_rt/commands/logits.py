@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     common.add_model(parser)
     parser.add_argument("--ids", required=True, metavar="FILE", help="JSON file with a list of token ids")
     parser.add_argument("--out", required=True, metavar="FILE",
-                        help="little-endian float32 file to write: a row of vocabulary size per id")
+                        help="little-endian float32 file to write: a row of vocabulary size per id; - is standard output")
     parser.add_argument("--chunk", type=common.whole(1, 4096), default=512, metavar="N",
                         help="tokens per step; changes the result with sparse profiles only (default: %(default)s)")
     common.add_context(parser, "the number of ids")
@@ -32,14 +32,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     ids = _read_ids(args.ids)
     sources = (args.ids, args.model)
-    common.check_output(args.out, sources=sources)
+    common.check_output(args.out, sources=sources, stdout=True)
     with common.open_model(args) as model:
         if not args.beyond_trained and ids.size > model.info.context_length:
             raise ContextError(f"{args.ids}: {ids.size} ids, and the model was trained for {model.info.context_length} tokens; "
                                "--beyond-trained allows more")
         session = model.session(context=args.context or int(ids.size), beyond_trained=args.beyond_trained)
         session.check_room(ids.size)
-        with common.output_file(args.out, sources=sources) as file, progress.bar("computing", "tok") as report:
+        with common.output_file(args.out, sources=sources, stdout=True) as file, progress.bar("computing", "tok") as report:
             for start in range(0, ids.size, args.chunk):
                 file.write(session.logits(ids[start:start + args.chunk]).astype("<f4", copy=False).tobytes())
                 if report is not None:

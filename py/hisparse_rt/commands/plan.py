@@ -67,10 +67,7 @@ def _table(p: Plan) -> str:
 
 def _verdict(p: Plan) -> str:
     if not p.fits:
-        if p.short_of == "sessions":
-            return f"does not fit: {p.short_needed} sessions, and max_sessions is {p.short_available}\n"
-        return (f"does not fit: short of {p.short_of}: {format_size(p.short_needed)} are needed, "
-                f"{format_size(p.short_available)} are there; {format_size(p.short_needed - p.short_available)} more would do\n")
+        return f"does not fit: {p.shortage}\n"
     away = p.sessions - p.n_resident
     if away == 0:
         return "fits, all of it in memory\n"
