@@ -2,7 +2,6 @@
 """Streams for asyncio: the event loop never waits for the library."""
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
@@ -88,6 +87,8 @@ class AsyncStream(AsyncIterator[str]):
             self._stream.close()
 
     async def _run(self, function: Callable[[], str | None]) -> str | None:
+        import asyncio  # late: a large package, and most programs have no loop
+
         loop = asyncio.get_running_loop()
         work = loop.run_in_executor(self._model._worker(), function)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import signal
 import sys
@@ -12,19 +13,21 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from . import __version__
-from .commands import bench, calibrate, chat, common, convert, evaluate, generate, inspect, logits, plan
+from .commands import common
 from .errors import HisparseError
 from .tools.errors import ConvertError
 
-_COMMANDS = {"convert": convert, "calibrate": calibrate, "generate": generate, "chat": chat, "logits": logits, "inspect": inspect,
-             "plan": plan, "eval": evaluate, "bench": bench}
+_COMMANDS = {"convert": "convert", "calibrate": "calibrate", "generate": "generate", "chat": "chat", "logits": "logits",
+             "inspect": "inspect", "plan": "plan", "eval": "evaluate", "bench": "bench"}
+"""Their modules."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a command; return its exit code: 0 done, 1 failed (one line on stderr says why), 2 wrong usage, 130 interrupted."""
     try:
         with _clean_end():
-            args = _parser().parse_args(arguments)
+            words = sys.argv[1:] if arguments is None else arguments
+            args = _parser(words).parse_args(words)
             code: int = args.run(args)
             common.write("")
             return code
@@ -69,11 +72,14 @@ def _settle_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(words: list[str]) -> argparse.ArgumentParser:
+    """Knows the one command that is asked for, since others import what takes long; if there is none, all of them."""
+    asked = {name: _COMMANDS[name] for name in words[:1] if name in _COMMANDS}
     parser = argparse.ArgumentParser(prog="hisparse-rt", description="Run LLaMA-family models with hisparse_rt.")
     parser.add_argument("--version", action="version", version=f"hisparse-rt {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, module in _COMMANDS.items():
+    for name, place in (asked or _COMMANDS).items():
+        module = importlib.import_module(f".commands.{place}", __package__)
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
