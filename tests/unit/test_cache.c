@@ -2,6 +2,9 @@
 /* The KV cache of sessions over a late, strict fake device. Every token of every session writes a number of its own into its
  * rows of all layers and heads; afterwards each session must find its own numbers through its page table on the device, and
  * the pool's counters must be what the sessions hold and were promised. */
+#include <limits.h>
+#include <malloc.h>
+
 #include "base/array.h"
 #include "base/rng.h"
 #include "check.h"
@@ -1297,6 +1300,8 @@ static void test_failures(const shape_case *sc, bool of_device, uint64_t stride)
 
 int main(void)
 {
+    mallopt(M_MMAP_MAX, 0);                     /* Worlds of many MiB come and go: memory that the process keeps need not */
+    mallopt(M_TRIM_THRESHOLD, INT_MAX);         /* be cleared by the system for each of them. */
     test_sizes();
     test_admission();
     test_seal_rule(&shapes[1]);

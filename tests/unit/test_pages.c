@@ -15,7 +15,7 @@
 
 #define MIB (1u << 20)
 
-enum { N_LAYERS = 2, LAYER = 1, N_KV = 2, N_HEADS = 6, MAX_BUFFERS = 64 };
+enum { N_LAYERS = 2, LAYER = 1, N_KV = 2, N_HEADS = 6, MAX_BUFFERS = 64, N_SOME = 18 };
 
 /* ---- a device and one sequence on it ---- */
 
@@ -396,6 +396,9 @@ static float *run(world *w, const call *c)
     return result;
 }
 
+/* The naive computation is slow: of rows side by side it looks at every third, which meets every place in a tile of 2, 4 or 8. */
+static bool is_looked_at(uint32_t row, uint32_t n_rows) { return row < N_SOME || row % 3 == 0 || row + 1 == n_rows; }
+
 /* Which tokens group g of a row has. */
 static void naive_group(const world *w, const call *c, uint32_t row, uint32_t head, uint32_t g, naive *n)
 {
@@ -439,6 +442,8 @@ static void check_result(const world *w, const call *c, const float *part, doubl
         const float *got = part + (uint64_t)i * (2 + d);
         naive        n;
 
+        if (!is_looked_at(i / n_groups / N_HEADS, c->n_rows))
+            continue;
         naive_group(w, c, i / n_groups / N_HEADS, i / n_groups % N_HEADS, c->g0 + i % n_groups, &n);
         if (n.l == 0) {
             if (!CHECK(got[0] == -INFINITY && got[1] == 0 && got[2] == 0 && got[1 + d] == 0))
@@ -575,7 +580,7 @@ enum { N_POS = 24 + 150, N_LISTS = 5, STRIDE = 40 };
 /* The last tokens of every kind of page, a few neighbours, then a run of rows over a page boundary. */
 static uint32_t positions(const shape *s, uint32_t *pos)
 {
-    static const uint32_t some[] = { 0, 1, 63, 64, 65, 127, 128, 192, 255, 320, 500, 639, 640, 1000, 1023, 1024, 1100, 1300 };
+    static const uint32_t some[N_SOME] = { 0, 1, 63, 64, 65, 127, 128, 192, 255, 320, 500, 639, 640, 1000, 1023, 1024, 1100, 1300 };
     uint32_t n = 0;
 
     for (uint32_t i = 0; i < sizeof some / sizeof *some; i++)
