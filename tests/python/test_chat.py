@@ -17,6 +17,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+pytestmark = pytest.mark.python
+
 BOS, EOS, TURN = tiny.BOS, tiny.EOS, tiny.TURN
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<|turn|>{{ m['role'] }}\n{{ m['content'] | trim }}<|end|>\n{% endfor %}"
@@ -172,9 +174,9 @@ def test_many_control_tokens_are_no_burden() -> None:
     tokenizer.add_special_tokens([AddedToken(f"<|reserved_{i}|>", normalized=False) for i in range(1000)])
     mine = codec(tokenizer.to_str(), vocab_size=2000)
     ids_of(user("x"), tokens=mine)
-    began = time.monotonic()
+    began = time.process_time()
     ids = ids_of(user("<|reserved_7|> word " * 2000 + "<|reserved_9"), tokens=mine)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
     assert max(ids) < tiny.VOCAB
 
 

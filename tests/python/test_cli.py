@@ -21,6 +21,8 @@ import tiny
 from hisparse_rt.commands.inspect import largest_context, planner
 from shell import command, fails, run
 
+pytestmark = pytest.mark.python
+
 TEMPLATE = (
     "{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"

@@ -11,6 +11,8 @@ import tiny
 from hisparse_rt.tools import convert_cli
 from hisparse_rt.tools.errors import ConvertError
 
+pytestmark = pytest.mark.python
+
 
 def run(*arguments):
     parser = argparse.ArgumentParser()

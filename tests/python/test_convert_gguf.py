@@ -16,6 +16,8 @@ from readback import ReadBack
 from hisparse_rt.tools.convert import ConvertError, convert
 from hisparse_rt.tools.hsr_file import HsrFile
 
+pytestmark = pytest.mark.python
+
 IDS = [5, 9, 200, 7, 7, 319, 42, 100, 3, 17, 256, 99]
 
 
@@ -354,9 +356,9 @@ def test_hostile_numbers(tmp_path, fault):
     content, text = HOSTILE[fault]
     (tmp_path / "m.gguf").write_bytes(content)
     tracemalloc.start()
-    began = time.monotonic()
+    began = time.process_time()
     refused(tmp_path / "m.gguf", tmp_path, text)
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
 

@@ -14,6 +14,8 @@ from readback import ReadBack
 
 from hisparse_rt.tools.convert import ConvertError, convert
 
+pytestmark = pytest.mark.python
+
 FIXTURES = Path(__file__).parent.parent / "data" / "fixtures"
 IDS = [5, 9, 200, 7, 7, 319, 42, 100, 3, 17, 256, 99]
 

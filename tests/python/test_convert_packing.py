@@ -8,6 +8,8 @@ import readback
 from hisparse_rt.tools import packing
 from hisparse_rt.tools.errors import ConvertError
 
+pytestmark = pytest.mark.python
+
 SHAPES = [(1, 1), (16, 32), (17, 33), (40, 96), (48, 31), (320, 64)]
 
 

@@ -11,6 +11,8 @@ from readback import ReadBack
 
 from hisparse_rt.tools.convert import ConvertError, convert
 
+pytestmark = pytest.mark.python
+
 IDS = list(range(3, 43))
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 4096}

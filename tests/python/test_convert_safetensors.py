@@ -14,6 +14,8 @@ from hisparse_rt.tools.convert import ConvertError, convert
 from hisparse_rt.tools.files import RangeFile
 from hisparse_rt.tools.safetensors_file import read_entries
 
+pytestmark = pytest.mark.python
+
 
 def parts(path):
     raw = path.read_bytes()
@@ -80,10 +82,10 @@ def test_damaged_files(tmp_path, damage):
     header, data = parts(file)
     file.write_bytes(surgery(file.read_bytes(), header, data))
     tracemalloc.start()
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(ConvertError, match=text) as caught:
         convert(src, tmp_path / "m.hsr", "f32")
-    assert time.monotonic() - began < 1
+    assert time.process_time() - began < 1
     assert tracemalloc.get_traced_memory()[1] < 64 << 20
     tracemalloc.stop()
     assert "model.safetensors" in str(caught.value) and not (tmp_path / "m.hsr").exists()

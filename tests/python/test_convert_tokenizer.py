@@ -11,6 +11,8 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from hisparse_rt.tools.convert import ConvertError, convert
 
+pytestmark = pytest.mark.python
+
 # Digit runs, line ends, other scripts, combining accents, joined emoji, long spaces, code, text right after a special token.
 PIECES = [
     "Hello world",

@@ -109,6 +109,7 @@ def damaged(path: Path, out: Path, fault: str) -> Path:
     return out
 
 
+@pytest.mark.python
 @pytest.mark.parametrize(
     ("fault", "text"),
     [
@@ -133,11 +134,13 @@ def test_a_damaged_model_file(refuses, path, tmp_path, fault, text) -> None:
         assert done.returncode == 1 and re.search(text, done.stderr) and done.stderr.count("\n") == 1
 
 
+@pytest.mark.python
 def test_bytes_after_the_end_are_ignored(path, tmp_path) -> None:
     (tmp_path / "x.hsr").write_bytes(path.read_bytes() + b"x" * 5000)
     assert run("generate", tmp_path / "x.hsr", "-p", "hi", "--max-tokens", 2).returncode == 0
 
 
+@pytest.mark.python
 def test_things_that_are_no_model_file(refuses, path, folder, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "empty.hsr").touch()
@@ -160,6 +163,7 @@ def test_things_that_are_no_model_file(refuses, path, folder, tmp_path, monkeypa
         refuses("generate", name, "-p", "hi", text=text)
 
 
+@pytest.mark.python
 def test_a_path_whose_bytes_are_no_text(refuses, path, tmp_path) -> None:
     name = os.fsencode(tmp_path) + b"/\xff \xe6\xa8\xa1.hsr"
     Path(os.fsdecode(name)).write_bytes(path.read_bytes())
@@ -171,6 +175,7 @@ def test_a_path_whose_bytes_are_no_text(refuses, path, tmp_path) -> None:
 # ---- words that are no text, or nothing -------------------------------------------------------------------------
 
 
+@pytest.mark.python
 @pytest.mark.parametrize("raw", [(), ("--raw",)])
 def test_odd_prompts(path, refuses, raw) -> None:
     def ok(*arguments, **options) -> None:
@@ -187,6 +192,7 @@ def test_odd_prompts(path, refuses, raw) -> None:
         refuses("generate", path, "-p", "", *raw, text="empty prompt.*no begin token")
 
 
+@pytest.mark.python
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 def test_input_that_is_no_utf_8(path, tmp_path, errors) -> None:
     (tmp_path / "in").write_bytes(b"hi\nw\xff\xfe\nyo\n")
@@ -199,6 +205,7 @@ def test_input_that_is_no_utf_8(path, tmp_path, errors) -> None:
     assert done.stderr.count("\n") == 2 and done.stdout.count("\n") == 2  # the other two turns were answered
 
 
+@pytest.mark.python
 def test_no_input_at_all(path) -> None:
     done = subprocess.run(command("generate", path), preexec_fn=lambda: os.close(0), capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "no prompt" in done.stderr and "Traceback" not in done.stderr
@@ -207,6 +214,7 @@ def test_no_input_at_all(path) -> None:
 # ---- silly numbers ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.python
 @pytest.mark.parametrize(
     ("option", "values"),
     [
@@ -224,6 +232,7 @@ def test_a_silly_option_is_wrong_usage(refuses, option, values) -> None:
         assert f"argument {option}: " in text
 
 
+@pytest.mark.python
 def test_silly_options_of_the_other_commands(refuses, path, tmp_path) -> None:
     (tmp_path / "ids.json").write_text("[1]")
     logits = ("logits", path, "--ids", tmp_path / "ids.json", "--out", tmp_path / "out")
@@ -237,6 +246,7 @@ def test_silly_options_of_the_other_commands(refuses, path, tmp_path) -> None:
     refuses("convert", path, tmp_path / "x", "--dtype", "f31", code=2, text="f31")
 
 
+@pytest.mark.python
 def test_help_tells_the_truth(path) -> None:
     help_text = " ".join(run("generate", "--help").stdout.split())
     report = json.loads(run("generate", path, "-p", "x", "--json").stdout)
@@ -304,6 +314,7 @@ def test_numbers_about_pages_and_disks_are_named(model, path) -> None:
 # ---- the places output goes to ----------------------------------------------------------------------------------
 
 
+@pytest.mark.python
 def test_outputs_never_replace_what_they_must_not(refuses, path, tmp_path) -> None:
     """A pipe or device stays one, a link stays one, the model and the ids stay whole."""
     (tmp_path / "ids.json").write_text("[1, 2]")
@@ -340,6 +351,7 @@ def test_a_folder_that_takes_no_file_is_told_before_anything_is_computed(refuses
         refuses(*arguments, "/proc/self/x", text="cannot write /proc/self/x: no file can be made in /proc/")
 
 
+@pytest.mark.python
 def test_transcripts_to_impossible_places(path, tmp_path) -> None:
     lines = [f"/save {name}" for name in ("/", ".", "~nobody-here/x", f"{tmp_path}/no/x", "a\0b", str(path))]
     done = run("chat", path, input="\n".join(lines), stdin=None, cwd=tmp_path)
@@ -348,6 +360,7 @@ def test_transcripts_to_impossible_places(path, tmp_path) -> None:
     assert path.read_bytes()[:4] == b"GGUF"
 
 
+@pytest.mark.python
 @pytest.mark.parametrize("arguments", [("--help",), ("generate", "--help"), ("--version",), ("inspect",), ("inspect", "--json"),
                                        ("generate", "-p", "x", "--max-tokens", 2)])  # fmt: skip
 def test_output_that_nobody_takes(path, tmp_path, arguments) -> None:
@@ -367,6 +380,7 @@ def test_output_that_nobody_takes(path, tmp_path, arguments) -> None:
         assert (done.returncode, done.stderr) == (1, "hisparse-rt: cannot write the output: No space left on device\n")
 
 
+@pytest.mark.python
 def test_errors_that_nobody_reads(path, folder, tmp_path) -> None:
     """Without stderr, or with a full one, results are the same, and no message gets into the output."""
     expected = run("generate", path, "-p", "x", "--max-tokens", 2).stdout
@@ -412,6 +426,7 @@ def large_folder(tmp_path_factory) -> Path:
     return tiny.write_hf(tmp_path_factory.mktemp("large"), cfg, tiny.weights(cfg))
 
 
+@pytest.mark.python
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_conversion_that_is_ended(large_folder, tmp_path, number) -> None:
     """Nothing is left: not the temporary file, and the old output is as it was."""
@@ -426,6 +441,7 @@ def test_a_conversion_that_is_ended(large_folder, tmp_path, number) -> None:
     assert os.listdir(tmp_path) == ["out.hsr"] and (tmp_path / "out.hsr").read_text() == "old"
 
 
+@pytest.mark.python
 def test_a_generation_that_is_terminated(path) -> None:
     process = subprocess.Popen(
         command("generate", path, "-p", "x", "--max-tokens", 10**6, "--context", 10**7, "--beyond-trained", "--ram", "1GiB"),
@@ -437,6 +453,7 @@ def test_a_generation_that_is_terminated(path) -> None:
     assert (process.returncode, errors) == (143, b"")
 
 
+@pytest.mark.python
 def test_two_conversions_to_one_file(large_folder, tmp_path) -> None:
     arguments = command("convert", large_folder, tmp_path / "out.hsr")
     both = [subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) for _ in range(2)]
@@ -446,6 +463,7 @@ def test_two_conversions_to_one_file(large_folder, tmp_path) -> None:
     assert (tmp_path / "out.hsr").read_bytes() == (tmp_path / "alone.hsr").read_bytes()
 
 
+@pytest.mark.python
 def test_a_disk_that_fills_during_the_conversion_of_load(large_folder, tmp_path) -> None:
     limited = ["prlimit", "--fsize=1000000", *command("generate", large_folder, "--raw", "-p", "x")]
     done = subprocess.run(limited, capture_output=True, text=True, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path)}, timeout=60)
@@ -454,6 +472,7 @@ def test_a_disk_that_fills_during_the_conversion_of_load(large_folder, tmp_path)
     assert list((tmp_path / "hisparse_rt").iterdir()) == []
 
 
+@pytest.mark.python
 def test_destinations_of_a_conversion(refuses, folder, tmp_path) -> None:
     """A file of the source, also through a link, is refused; a link elsewhere stays a link."""
     tiny.write_gguf(tmp_path / "m.gguf")
@@ -473,6 +492,7 @@ def test_destinations_of_a_conversion(refuses, folder, tmp_path) -> None:
     assert (tmp_path / "out.hsr").is_symlink() and os.listdir(tmp_path / "elsewhere") == ["out.hsr"]
 
 
+@pytest.mark.python
 def test_a_folder_that_may_not_be_written(folder, tmp_path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     no_override = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--inh-caps=-all"] if os.geteuid() == 0 else []
@@ -569,6 +589,7 @@ def test_content_in_parts_is_text(model) -> None:
     assert model.chat_ids([{"role": "user", "content": parts}]).tolist() == model.chat_ids("hello\nyou").tolist()
 
 
+@pytest.mark.python
 @pytest.mark.parametrize(
     ("template", "text"),
     [
@@ -745,6 +766,7 @@ def test_every_pair_of_border_values(model) -> None:
 # ---- the machine ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.python
 def test_threads_follow_the_processors_this_process_may_use(path) -> None:
     """One processor allowed: one thread by default. Far too many threads are slow, not stuck, and change nothing."""
     code = """
@@ -761,6 +783,7 @@ def test_threads_follow_the_processors_this_process_may_use(path) -> None:
     assert len({line.partition(" ")[2] for line in lines}) == 1
 
 
+@pytest.mark.python
 @pytest.mark.parametrize("first", ["numpy", "hisparse_rt"])
 def test_imports_in_any_order(path, first) -> None:
     second = {"numpy": "hisparse_rt", "hisparse_rt": "numpy"}[first]

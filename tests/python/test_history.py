@@ -66,6 +66,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_against_reference(paths, name):
     rules, appends = RULES[name]
@@ -95,6 +96,7 @@ def masses_of(session: hs.Session) -> np.ndarray:
     return np.stack([session.masses(layer) for layer in range(session.model.info.n_layers)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["beside", "prompt_runs", "only", "only_from_nothing"])
 def test_masses_against_reference(paths, name):
     rules, appends = RULES[name]

@@ -9,6 +9,8 @@ import hisparse_rt as hs
 import pytest
 from hisparse_rt.profile import PRESETS, SELECTORS, Profile, as_profile, read_profile
 
+pytestmark = pytest.mark.python
+
 
 def file(tmp_path, content) -> str:
     path = tmp_path / "hi-sparse-config.json"

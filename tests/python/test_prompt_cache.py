@@ -148,6 +148,7 @@ def test_a_full_disk_costs_the_cache_only(folder, tmp_path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.python
 def test_on_the_command_line(folder, tmp_path) -> None:
     cache, text = tmp_path / "c", "the quick brown fox " * 20
     found = []

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import reference
 
+pytestmark = pytest.mark.python
+
 FIXTURES = Path(__file__).parent.parent / "data" / "fixtures"
 
 

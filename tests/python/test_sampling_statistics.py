@@ -9,6 +9,8 @@ import pytest
 import tiny
 from hisparse_rt.tools.convert import convert
 
+pytestmark = pytest.mark.slow  # of what sampling draws; its code is run by others
+
 PROMPT = [5, 9, 200, 7, 7, 42]
 DRAWS = 3000
 

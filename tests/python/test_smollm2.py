@@ -112,9 +112,11 @@ def test_token_ids(smollm2, prompt):
 
 
 @pytest.mark.parametrize("dtype", EXACT)
-@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: prompt["name"])
-def test_exact_weights_give_the_reference_tokens(smollm2, dtype, prompt):
-    assert greedy(smollm2.exact(dtype), [prompt["ids"]]) == [prompt["greedy"]]
+def test_exact_weights_give_the_reference_tokens(smollm2, dtype):
+    """All prompts in one batch, and one of them alone."""
+    model = smollm2.exact(dtype)
+    assert greedy(model, [prompt["ids"] for prompt in PROMPTS]) == [prompt["greedy"] for prompt in PROMPTS]
+    assert greedy(model, [SHORT["ids"]]) == [SHORT["greedy"]]
 
 
 @pytest.mark.parametrize("dtype", EXACT)
@@ -143,15 +145,12 @@ def test_coarser_weights_agree(smollm2, dtype, kv):
     assert all(margin < TIE_MARGIN for margin, *_ in lost), sorted(lost)
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16", "q8", "q4"])
+@pytest.mark.parametrize("dtype", ["bf16", "q8", "q4"])
 def test_a_batch_gives_the_tokens_of_single_runs(smollm2, dtype):
+    """Where there is no reference for each token; all in the batch, every third alone."""
     model = smollm2.model(dtype)
     prompts = [prompt["ids"] for prompt in PROMPTS]
-    together = greedy(model, prompts)
-    if smollm2.exact(dtype) is model and dtype in EXACT:  # whose single runs were compared with the reference above
-        assert together == [prompt["greedy"] for prompt in PROMPTS]
-    else:
-        assert together == [greedy(model, [ids])[0] for ids in prompts]
+    assert greedy(model, prompts)[::3] == [greedy(model, [ids])[0] for ids in prompts[::3]]
 
 
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "q8", "q4"])

@@ -53,6 +53,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_against_reference(paths, name):
     rules, appends = RULES[name]

@@ -12,6 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
+pytestmark = pytest.mark.python
+
 FAMILY = "👨‍👩‍👧"  # five code points, 18 bytes
 
 

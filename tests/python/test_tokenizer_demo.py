@@ -13,6 +13,8 @@ import hisparse_rt as hs
 import pytest
 from hisparse_rt.tools.convert import convert
 
+pytestmark = pytest.mark.python
+
 STRINGS = json.loads((demo.DATA / "pretokenizer" / "strings.json").read_text(encoding="utf-8"))
 
 
