@@ -54,11 +54,11 @@ $(VENV)/.ready: scripts/bootstrap.sh pyproject.toml
 	scripts/bootstrap.sh
 	@touch $@
 
-# One release build serves the installed package and the C tests.
+# One release build serves the installed package and the C tests; with WERROR=1, which fails where a compiler warns, "make check" too.
 $(VENV)/.installed: $(VENV)/.ready $(SOURCES)
 	@echo 'building and installing hisparse_rt'
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --force-reinstall \
-	    --config-settings=build-dir=build/release .
+	    --config-settings=build-dir=build/release $(if $(WERROR),--config-settings=setup-args=-Dwerror=true) .
 	@touch $@
 
 $(GGUF): | $(VENV)/.ready

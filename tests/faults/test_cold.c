@@ -23,12 +23,8 @@
 #define MIB (1ull << 20)
 
 /* Neighbours in a sweep fail the same way, so a part of them is enough: one that does not fall into step with layers, heads and pages of
- * a group. Each run is much longer with a sanitizer. "test_cold sweep 1" fails every single one. */
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#  define SWEEP_STRIDE 17
-#else
-#  define SWEEP_STRIDE 5
-#endif
+ * a group. "test_cold sweep 1" fails every single one. */
+enum { SWEEP_STRIDE = CHECK_SANITIZED ? 17 : 5 };
 
 static hsr_model *model;
 static char folder[64];
