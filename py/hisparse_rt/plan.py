@@ -44,6 +44,8 @@ class Plan:
     """Of one session: all other pages."""
     index_bytes: int
     table_bytes: int
+    history_bytes: int
+    """Of one session: how much attention its pages got, if its profile keeps that (forced_history, selector "history"), else 0."""
     session_blocks: int
     """Blocks of 1 MiB that one session takes if all of it stays in memory."""
     memory_bytes: int
@@ -90,11 +92,13 @@ def plan(
     session.kv_format, session.beyond_trained = KV_FORMATS[kv], bool(beyond_trained)
     session.context = 0 if context is None else integer("context", context, 1, _INT32_MAX)
     pages: dict[str, int] = {}
+    history = False
     if not (isinstance(profile, int) and profile == 0):
         from .profile import as_profile
 
         chosen = as_profile(profile)
         pages = chosen.session_options()
+        history = chosen.mode != "dense" and (chosen.forced_history > 0 or chosen.selector == "history")
         has_calibration = _is_calibrated(os.fsdecode(file_name(source))) if calibrated is None else calibrated
         session.index_kind = INDEX_KINDS[_index_of(chosen, has_calibration)]
     given = {"window_size": window_size, "sink_size": sink_size, "rollback_tokens": rollback_tokens}
@@ -105,7 +109,9 @@ def plan(
     call(lib.hsr_plan, info, options, session, count, result)
     values = {field.name: getattr(result, field.name) for field in fields(Plan) if hasattr(result, field.name)}
     f32 = info.weight_dtype == lib.HSR_DTYPE_F32
+    kept: int = result.history_bytes if history else 0
     return Plan(**{**values, "fits": bool(result.fits), "short_of": _SHORT.get(result.short_of), "sessions": count,
+                   "history_bytes": kept, "total_bytes": result.total_bytes + count * kept,
                    "kv_format": kv if kv != "auto" else "f32" if f32 else "bf16"})
 
 

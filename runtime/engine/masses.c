@@ -10,13 +10,13 @@
 
 static bool remembers(const hsr_session *s) { return hsri_profile_remembers(s->profile); }
 
-static uint64_t run_floats(const hsr_session *s)
-{
-    const hsri_hparams *hp = &s->engine->model->hp;
-    return (uint64_t)hp->n_layers * hp->n_kv_heads * HSRI_MASS_RUN;
-}
-
+static uint64_t run_floats(const hsri_hparams *hp) { return (uint64_t)hp->n_layers * hp->n_kv_heads * HSRI_MASS_RUN; }
 static uint64_t runs_of(uint64_t n_pages) { return hsri_div_up(n_pages, HSRI_MASS_RUN); }
+
+uint64_t hsri_masses_bytes(const hsri_hparams *hp, uint64_t n_tokens)
+{
+    return 2 * runs_of(hsri_div_up(n_tokens, HSRI_PAGE_TOKENS)) * run_floats(hp) * sizeof(float);
+}
 
 /* ---- memory --------------------------------------------------------------------------------------------------- */
 
@@ -25,7 +25,7 @@ static hsr_status enlarge_table(hsr_session *s, uint32_t which, uint64_t n_runs,
 {
     hsr_engine *e = s->engine;
     hsri_masses *m = &s->masses;
-    const uint64_t bytes = run_floats(s) * sizeof(float);
+    const uint64_t bytes = run_floats(&s->engine->model->hp) * sizeof(float);
     uint32_t buf;
 
     HSRI_TRY(e->dev->alloc(e->dev, n_runs * bytes, &buf, err));
@@ -130,7 +130,7 @@ hsr_status hsri_masses_fork(const hsr_session *s, hsr_session *f, hsr_error *err
     HSRI_TRY(reserve_tables(f, from->n_runs, err));
     HSRI_TRY(reserve_list(f, from->list_room, err));
     e->dev->copy(e->queue, (hsri_ref){ .buf = to->tables[to->current] }, (hsri_ref){ .buf = from->tables[from->current] },
-                 runs_of(from->n_known) * run_floats(s) * sizeof(float));
+                 runs_of(from->n_known) * run_floats(&s->engine->model->hp) * sizeof(float));
     e->dev->copy(e->queue, (hsri_ref){ .buf = to->list }, (hsri_ref){ .buf = from->list },
                  hp->n_layers * (1 + (uint64_t)from->stride * hp->n_kv_heads) * sizeof(uint32_t));
     HSRI_TRY(e->dev->wait(e->queue, err));
@@ -284,7 +284,7 @@ void hsri_masses_enqueue(hsr_session *s)
     /* Rows add to a copy, which a step that fails leaves behind. */
     if (m->votes && m->n_known)
         e->dev->copy(e->queue, hsri_masses_table(m), (hsri_ref){ .buf = m->tables[m->current] },
-                     runs_of(m->n_known) * run_floats(s) * sizeof(float));
+                     runs_of(m->n_known) * run_floats(&s->engine->model->hp) * sizeof(float));
 }
 
 void hsri_masses_commit(hsr_session *s, uint64_t n)

@@ -15,6 +15,7 @@
 #include <stdbool.h>
 
 #include "device/device.h"
+#include "model.h"
 #include "sparse/profile.h"
 
 typedef struct hsri_masses {
@@ -33,6 +34,9 @@ typedef struct hsri_masses {
     uint32_t  next_known;
     hsri_mass_range range;      /* what the list is chosen from */
 } hsri_masses;
+
+/* Bytes of both tables of a session of n_tokens at most. */
+uint64_t hsri_masses_bytes(const hsri_hparams *hp, uint64_t n_tokens);
 
 /* Memory for the masses of up to n_tokens with this profile, if it asks for them. The queue must be idle. */
 hsr_status hsri_masses_reserve(hsr_session *session, const hsri_profile *profile, uint64_t n_tokens, hsr_error *err);

@@ -94,6 +94,7 @@ static void describe(const paper *p, hsr_plan_result *r)
     r->sealed_bytes = p->need.sealed * hsri_kv_slot_bytes(p->cache.format, d);
     r->index_bytes = p->need.index * HSRI_SLAB_BYTES + p->need.clusters * hsri_cluster_slot_bytes(&p->cache.index);
     r->table_bytes = table_bytes(p);
+    r->history_bytes = hsri_masses_bytes(&p->model.hp, p->session.context);
     r->session_blocks = hsri_kv_blocks_for(&p->engine.shape, &p->cache, p->session.context);
 }
 

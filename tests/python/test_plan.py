@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import hisparse_rt as hs
@@ -119,6 +120,18 @@ def test_memory_that_is_not_read_in_place_holds_nothing_that_is_promised(folder,
     assert beside.total_bytes == alone.total_bytes + 8 * MIB
 
 
+def test_a_history_of_attention_is_counted(folder):
+    options = {"context": 4000, "sessions": 3, "ram": "1GiB", "calibrated": False}
+    plain, *kept = (hs.plan(folder / "q8.hsr", profile=profile, **options) for profile in (
+        MINMAX, replace(MINMAX, forced_history=4), replace(MINMAX, selector="history"), {"selector": "history", "mode": "dense"}))
+    assert plain.history_bytes == kept[2].history_bytes == 0
+    info = hs.load(folder / "q8.hsr", threads=1, calibration=False).info
+    for found in kept[:2]:
+        assert found.history_bytes == 8 * info.n_layers * info.n_kv_heads * 64   # 63 pages, in runs of 64
+        assert found.memory_bytes <= plain.memory_bytes, "it is beside the budget"
+    assert kept[0].total_bytes == plain.total_bytes + 3 * kept[0].history_bytes
+
+
 def test_too_many_sessions(folder):
     found = hs.plan(folder / "q8.hsr", context=10, sessions=5, max_sessions=4, ram="1GiB")
     assert (found.fits, found.short_of, found.short_needed, found.short_available) == (False, "sessions", 5, 4)
@@ -222,6 +235,8 @@ def test_command(folder, tmp_path):
     for tiers, memory in (("all", 24), ("hot", 16)):
         done = run("plan", folder / "q8.hsr", "--context", "4K", *budget, "--readable-tiers", tiers, "--cold", folder)
         assert json.loads(done.stdout)["memory_budget"] == memory * MIB
+    (tmp_path / "p.json").write_text('{"forced_history": 4}')
+    assert "history of attention" in run("plan", folder / "q8.hsr", "--context", "4000", "--profile", tmp_path / "p.json").stdout
     done = run("plan", folder / "q8.hsr", "--context", "4000", "--kv", "f32", "--ram", "1MiB")
     assert done.returncode == 1 and "does not fit: short of memory" in done.stdout
     assert "--config" in fails("plan", code=2)

@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
 def _table(p: Plan) -> str:
     one = [("pages as written", p.plain_bytes), (f"sealed pages, {p.kv_format}", p.sealed_bytes), ("index", p.index_bytes),
            ("tables", p.table_bytes)]
+    one += [("history of attention", p.history_bytes)] if p.history_bytes else []
     rows = [("weights", p.weight_bytes, ""), ("scratch", p.scratch_bytes, "")]
     rows += [(name, size * p.sessions, f"{format_size(size)} each" if p.sessions > 1 else "") for name, size in one]
     rows += [("memory promised", p.memory_bytes, f"of {format_size(p.memory_budget)}")]

@@ -689,6 +689,8 @@ typedef struct hsr_plan_result {
     uint64_t cold_bytes, cold_budget;
     uint64_t total_bytes;       /* the process at most: weights, scratch, tables, and KV memory, with a cold tier
                                    as far as the budget goes */
+    uint64_t history_bytes;     /* of one session, if its profile keeps a history of attention (forced_history, selector HISTORY); in no
+                                   sum, since profiles are not known here; beside the budgets */
 } hsr_plan_result;
 
 /** What n_sessions sessions (1..65536) with these options, each filled to its context, need, and whether an engine with these options
