@@ -298,10 +298,11 @@ static hsr_status hold_lists(void *self, uint32_t layer, const hsri_lists *lists
             *g1 = status == HSR_AGAIN ? g : g + 1;
     }
     unpin_from(h, &h->ahead, 0);
-    HSRI_TRY(arrive(h, err));
+    /* Before the wait: nothing of this list was asked for yet, unlike that of a dense pass, which is two waves ahead. */
     for (uint32_t i = 0, more = *g1; i < h->depth && h->ahead.n < room / 2; i++)
         if (pin_list_group(h, &h->ahead, layer, lists, more++, false, NULL) != HSR_OK)
             break;
+    HSRI_TRY(arrive(h, err));
     for (size_t i = 0; i < h->held.n; i++)      /* chosen by a query: that is what attention looks like from here */
         hsri_body_attended(h->tiers, h->held.bodies[i], 1);
     return HSR_OK;
