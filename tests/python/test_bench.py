@@ -110,6 +110,7 @@ def test_a_prompt_is_computed_once_and_used_again(path, tmp_path) -> None:
     assert [(row["work"], row["depth"], row["batch"]) for row in found] == [("decode", 100, 1), ("decode", 100, 2)]
     for row in found:
         assert row["ours"] > 0 and row["details"]["restore_seconds"] > 0 and row["details"]["first_step_seconds"] > 0
+        assert row["details"]["wait_share"] == 0
         assert row["details"]["session"]["n_computed"] >= 103 and row["details"]["session"]["prefill_tokens"] <= 1
 
     done = run("bench", path, "--restore", saved, "--kv", "int8")

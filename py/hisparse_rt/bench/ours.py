@@ -35,7 +35,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
             with _bar(job, "saving", "B") as bar, _Clock() as clock:
                 sessions[0].save(job["save"], bar)
             details["save_seconds"] = clock.seconds
-        first, seconds = _decode(sessions, job["decode_tokens"], job["generate"])
+        first, seconds, waited = _decode(model, sessions, job["decode_tokens"], job["generate"])
         stats = [session.stats() for session in sessions]
         computed = len(sessions) * (job["depth"] - job["fill"])
         return {
@@ -44,6 +44,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
             "kv": stats[0].kv_format, "kv_bytes": sum(one.kv_bytes for one in stats),
             "details": details | {
                 "first_step_seconds": first,
+                "wait_share": waited / sum(seconds),
                 "step_seconds_p99": sorted(seconds)[min(len(seconds) - 1, round(0.99 * len(seconds)))],
                 "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "session": _plain(stats[0]), "engine": _plain(model.stats()),
@@ -109,17 +110,19 @@ def _warm_up(model: Model, ids: list[int], options: dict[str, Any]) -> None:
         session.generate(max_tokens=2, ignore_eos=True)
 
 
-def _decode(sessions: list[Session], steps: int, options: dict[str, Any]) -> tuple[float, list[float]]:
-    """Seconds of the first step, which reads what was never read before, and of each of `steps` more."""
+def _decode(model: Model, sessions: list[Session], steps: int, options: dict[str, Any]) -> tuple[float, list[float], float]:
+    """Seconds of the first step, which reads what was never read before; of each of `steps` more; and of waiting for pages in these."""
     streams = [session.generate(stream=True, max_tokens=steps + 1, ignore_eos=True, **options) for session in sessions]
-    seconds = []
+    seconds, waited = [], 0
     for step in range(steps + 1):
         with _Clock() as clock:
             _advance(streams, step + 1)
         seconds.append(clock.seconds)
+        waited = waited if step else model.stats().cold_wait_ns
+    waited = model.stats().cold_wait_ns - waited
     for stream in streams:
         stream.close()
-    return seconds[0], seconds[1:]
+    return seconds[0], seconds[1:], waited / 1e9
 
 
 def _advance(streams: list[Stream], n_tokens: int) -> None:
