@@ -54,6 +54,7 @@ typedef struct hsri_seq {
     hsri_ref sealed;        /* uint32 entries of encoded pages */
     hsri_ref index;         /* uint32 slabs: of slab k at [(k * n_layers + layer) * n_kv_heads + head], block << 8 |
                              * slab inside the block */
+    hsri_ref strips;        /* uint32 strips: the same, slots of hsri_strip_slot_bytes */
     hsri_ref clusters;      /* uint32 records of segments: the same, slots of hsri_cluster_slot_bytes. A query may read those of the
                              * segments that its selectable pages fill; all of these exist */
     uint32_t rope_table;    /* which of the rope tables: index into the inv_freq buffer, [rope_table][r/2] */
@@ -121,6 +122,7 @@ typedef struct hsri_seal {
     uint32_t entry;         /* plain page: table entry */
     uint32_t sealed;        /* where its encoded form goes; = entry in plain formats, where only the header is written */
     uint32_t slab;          /* index slab, block << 8 | slab; used if the index kind is not NONE */
+    uint32_t strip, in_strip; /* of a sketch: strip, block << 8 | slot, and the number in it */
     uint32_t page;
     uint16_t layer, head;
     uint16_t kv_type, format; /* hsri_kv_type */
@@ -130,6 +132,7 @@ typedef struct hsri_seal {
 /* A segment whose clusters are to be made, once, from the index entries of its pages; device array. */
 typedef struct hsri_cluster {
     hsri_ref index;         /* as in hsri_seq */
+    hsri_ref strips;        /* likewise, from the segment's first one on */
     uint32_t record;        /* where it goes: block << 8 | slot inside the block */
     uint32_t first_page;
     uint16_t layer, head;

@@ -35,11 +35,7 @@ static uint32_t entry_bytes(const hsri_index_shape *shape)
     uint32_t d = shape->head_dim, means = 2 * sizeof(float) + 2 * d, bytes;
 
     switch (shape->kind) {
-    case HSRI_INDEX_SKETCH: {
-        uint32_t n = shape->n_4bit + shape->n_2bit;
-        bytes = means + n * 2 + HSRI_PAGE_TOKENS * (shape->n_4bit * 4 + shape->n_2bit * 2) / 8;
-        break;
-    }
+    case HSRI_INDEX_SKETCH:   bytes = means + 2 * (shape->n_4bit + shape->n_2bit); break;
     case HSRI_INDEX_MINMAX:   bytes = means + 2 * HSRI_PAGE_UNITS * d + sizeof(float); break;
     case HSRI_INDEX_GAUSSIAN: bytes = means + d + sizeof(float); break;
     default:                  return 0;
@@ -51,6 +47,12 @@ void hsri_index_shape_fill(hsri_index_shape *shape)
 {
     shape->entry_bytes = entry_bytes(shape);
     shape->per_slab = shape->entry_bytes ? HSRI_SLAB_BYTES / shape->entry_bytes : 0;
+    shape->code_bytes = shape->kind == HSRI_INDEX_SKETCH ? HSRI_PAGE_TOKENS * (shape->n_4bit * 4 + shape->n_2bit * 2) / 8 : 0;
+}
+
+uint32_t hsri_strip_slot_bytes(const hsri_index_shape *shape)
+{
+    return (uint32_t)hsri_round_up(HSRI_STRIP_PAGES * shape->code_bytes, 4096);
 }
 
 hsri_cluster_layout hsri_cluster_layout_of(const hsri_index_shape *shape)

@@ -100,9 +100,13 @@ typedef enum hsri_index_kind {
     HSRI_N_INDEX_KINDS
 } hsri_index_kind;
 
-/* Entries live in slabs of 64 KiB, 16 to a block, contiguous per layer and kv head: entry of page p is number p % per_slab of
+/* Entries live in slabs of 16 KiB, 64 to a block, contiguous per layer and kv head: entry of page p is number p % per_slab of
  * slab p / per_slab. Every entry starts with  float k_scale, v_scale; int8 mean_k[d], mean_v[d]  (value = code * scale). */
-#define HSRI_SLAB_BYTES (64u << 10)
+#define HSRI_SLAB_BYTES (16u << 10)
+
+/* The components of a sketch live apart from its entry, in strips of 32 pages, counted from the first that is not a sink page: those of
+ * page p are number (p - sink) % 32 of strip (p - sink) / 32. */
+#define HSRI_STRIP_PAGES 32u
 
 typedef struct hsri_index_shape {
     uint32_t kind;            /* hsri_index_kind */
@@ -110,11 +114,15 @@ typedef struct hsri_index_shape {
     uint32_t n_4bit, n_2bit;  /* sketch components: multiples of 8 (4 bits) and of 16 (2 bits), n_4bit + n_2bit <= d; default 24 and 0 */
     uint32_t entry_bytes;     /* multiple of 64; 0 for NONE */
     uint32_t per_slab;
+    uint32_t code_bytes;      /* sketch: components of a page, a multiple of 64. Otherwise 0 */
     uint32_t clusters;        /* sketch: nonzero if there are cluster records, too */
 } hsri_index_shape;
 
 /* Fill the sizes from kind, head_dim, n_4bit and n_2bit. */
 void hsri_index_shape_fill(hsri_index_shape *shape);
+
+/* Stride of the slots that strips are kept in, inside blocks of the pool; 0: there are none. */
+uint32_t hsri_strip_slot_bytes(const hsri_index_shape *shape);
 
 /* ---- clusters ------------------------------------------------------------------------------------------------- */
 
@@ -122,6 +130,7 @@ void hsri_index_shape_fill(hsri_index_shape *shape);
  * their sketches, and a record of each (layer, kv head) says where those lie, and has the sketches once more, cluster by cluster. */
 #define HSRI_SEGMENT_PAGES      128u
 #define HSRI_SEGMENT_TOKENS     (HSRI_SEGMENT_PAGES * HSRI_PAGE_TOKENS)
+#define HSRI_SEGMENT_STRIPS     (HSRI_SEGMENT_PAGES / HSRI_STRIP_PAGES)
 #define HSRI_SEGMENT_CLUSTERS   1024u
 #define HSRI_CLUSTER_COMPONENTS 24u     /* at most, and never more than the sketch has */
 

@@ -92,7 +92,7 @@ static void describe(const paper *p, hsr_plan_result *r)
     r->scratch_bytes = scratch_bytes(p);
     r->plain_bytes = p->need.plain * hsri_kv_slot_bytes(p->cache.type, d);
     r->sealed_bytes = p->need.sealed * hsri_kv_slot_bytes(p->cache.format, d);
-    r->index_bytes = p->need.index * HSRI_SLAB_BYTES + p->need.clusters * hsri_cluster_slot_bytes(&p->cache.index);
+    r->index_bytes = hsri_kv_index_bytes(&p->cache.index, &p->need);
     r->table_bytes = table_bytes(p);
     r->history_bytes = hsri_masses_bytes(&p->model.hp, p->session.context);
     r->session_blocks = hsri_kv_blocks_for(&p->engine.shape, &p->cache, p->session.context);

@@ -245,7 +245,7 @@ static uint64_t slots_of(const reader *r, const batch *b) { return b->n * r->ima
 
 static hsr_status wrong_slot(const reader *r, const batch *b, uint64_t i)
 {
-    static const char *const names[] = { "plain page", "index slab", "cluster record", "sealed page" };
+    static const char *const names[] = { "plain page", "index slab", "strip of sketches", "cluster record", "sealed page" };
     const unsigned long long heads = r->engine->model->hp.n_kv_heads, row = b->row + i / r->image.per_row, in_row = i % r->image.per_row;
     return hsri_fail(r->err, HSR_E_FORMAT, "%.200s: the %s in row %llu of layer %llu, head %llu is damaged (checksum)", r->path,
                      names[b->part], row, in_row / heads, in_row % heads);

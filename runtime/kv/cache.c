@@ -50,6 +50,8 @@ static hsr_status init_stores(hsri_cache *cache, hsr_error *err)
         HSRI_TRY(hsri_store_init(cache, HSRI_STORE_ENCODED, hsri_kv_slot_bytes(opts->format, d), opts->sink_pages, err));
     if (opts->index.per_slab)
         HSRI_TRY(hsri_store_init(cache, HSRI_STORE_INDEX, HSRI_SLAB_BYTES, 0, err));
+    if (opts->index.code_bytes)
+        HSRI_TRY(hsri_store_init(cache, HSRI_STORE_STRIPS, hsri_strip_slot_bytes(&opts->index), 0, err));
     if (hsri_cluster_slot_bytes(&opts->index))
         HSRI_TRY(hsri_store_init(cache, HSRI_STORE_CLUSTERS, hsri_cluster_slot_bytes(&opts->index), 0, err));
     return HSR_OK;
@@ -106,7 +108,7 @@ static hsr_status create(hsri_device *dev, hsri_pool *pool, const hsri_kv_shape 
     if (status == HSR_OK)
         status = join_family(cache, parent, err);
     if (status == HSR_OK)
-        status = dev->alloc(dev, HSRI_SEAL_ROUND * sizeof(hsri_seal), &cache->seals_buf, err);
+        status = dev->alloc(dev, HSRI_SEAL_ROUND * HSRI_SEAL_BYTES, &cache->seals_buf, err);
 #ifndef NDEBUG
     if (status == HSR_OK)
         status = dev->alloc(dev, largest_slot(cache), &cache->poison_buf, err);
@@ -189,6 +191,8 @@ hsr_status hsri_cache_grow_tables(hsri_cache *cache, uint64_t n_pages, uint64_t 
         HSRI_TRY(hsri_store_grow(cache, &stores[HSRI_STORE_ENCODED], hsri_max(n_pages, cache->opts.sink_pages), err));
     if (hsri_store_exists(&stores[HSRI_STORE_INDEX]))
         HSRI_TRY(hsri_store_grow(cache, &stores[HSRI_STORE_INDEX], hsri_index_rows(&cache->opts, encoded_end), err));
+    if (hsri_store_exists(&stores[HSRI_STORE_STRIPS]))
+        HSRI_TRY(hsri_store_grow(cache, &stores[HSRI_STORE_STRIPS], hsri_strip_rows(&cache->opts, encoded_end), err));
     if (hsri_store_exists(&stores[HSRI_STORE_CLUSTERS]))
         HSRI_TRY(hsri_store_grow(cache, &stores[HSRI_STORE_CLUSTERS], hsri_cluster_rows(&cache->opts, encoded_end), err));
     return HSR_OK;
@@ -380,7 +384,7 @@ bool hsri_cache_truncates_too_far(const hsri_cache *cache, uint64_t n_tokens)
     return hsri_seals_apart(&cache->opts) && plain_from < hsri_min(cache->sealed, hsri_pages_of(n_tokens));
 }
 
-/* The page that a truncate to n_tokens cuts is written again, and so is the slab of the next page to be encoded. */
+/* The page that a truncate to n_tokens cuts is written again, and so are the slab and the strip of the next page to be encoded. */
 static hsr_status reopen_cut_page(hsri_cache *cache, uint64_t n_tokens, hsr_error *err)
 {
     hsri_store *plain = &cache->stores[HSRI_STORE_PLAIN];
@@ -396,12 +400,20 @@ static hsr_status reopen_cut_page(hsri_cache *cache, uint64_t n_tokens, hsr_erro
     return HSR_OK;
 }
 
-static void mark_cut_slab(hsri_cache *cache)
+static void mark_cut_row(hsri_cache *cache, hsri_store *store, uint64_t row)
 {
-    hsri_store *index = &cache->stores[HSRI_STORE_INDEX];
-    index->cow.stage = HSRI_COW_NONE;
-    if (hsri_store_exists(index) && cache->encoded.done / cache->opts.index.per_slab < index->n_rows)
-        hsri_cow_mark(cache, index, cache->encoded.done / cache->opts.index.per_slab);
+    store->cow.stage = HSRI_COW_NONE;
+    if (row < store->n_rows)
+        hsri_cow_mark(cache, store, row);
+}
+
+static void mark_cut_index(hsri_cache *cache)
+{
+    const uint64_t page = cache->encoded.done;
+    if (hsri_store_exists(&cache->stores[HSRI_STORE_INDEX]))
+        mark_cut_row(cache, &cache->stores[HSRI_STORE_INDEX], page / cache->opts.index.per_slab);
+    if (hsri_store_exists(&cache->stores[HSRI_STORE_STRIPS]))
+        mark_cut_row(cache, &cache->stores[HSRI_STORE_STRIPS], (page - cache->opts.sink_pages) / HSRI_STRIP_PAGES);
 }
 
 hsr_status hsri_cache_truncate(hsri_cache *cache, uint64_t n_tokens, hsr_error *err)
@@ -422,7 +434,7 @@ hsr_status hsri_cache_truncate(hsri_cache *cache, uint64_t n_tokens, hsr_error *
     hsri_encode_shrink(cache, hsri_min(cache->encoded.done, hsri_max(committed / HSRI_PAGE_TOKENS, cache->opts.sink_pages)));
     if (n_tokens < cache->committed) {
         HSRI_TRY(reopen_cut_page(cache, n_tokens, err));
-        mark_cut_slab(cache);
+        mark_cut_index(cache);
     }
     if (cache->family) {
         /* Entries that were corrected during a step that failed may not have arrived. */
@@ -441,6 +453,7 @@ void hsri_cache_fill_seq(const hsri_cache *cache, hsri_seq *seq)
     seq->table = (hsri_ref){ .buf = stores[HSRI_STORE_PLAIN].buf };
     seq->sealed = (hsri_ref){ .buf = stores[hsri_read_store(&cache->opts)].buf };
     seq->index = (hsri_ref){ .buf = stores[HSRI_STORE_INDEX].buf };
+    seq->strips = (hsri_ref){ .buf = stores[HSRI_STORE_STRIPS].buf };
     seq->clusters = (hsri_ref){ .buf = stores[HSRI_STORE_CLUSTERS].buf };
     seq->kv_type = (uint32_t)cache->opts.type;
     seq->format = (uint32_t)cache->opts.format;
@@ -520,8 +533,8 @@ void hsri_cache_get_stats(const hsri_cache *cache, hsri_cache_stats *stats)
     stats->slots_used = plain->used + encoded->used;
     stats->slots_wasted = plain->wasted + encoded->wasted;
     stats->bytes = plain->used * cache->stores[HSRI_STORE_PLAIN].slot_bytes + encoded->used * cache->stores[HSRI_STORE_ENCODED].slot_bytes;
-    stats->index_bytes = stats->stores[HSRI_STORE_INDEX].used * HSRI_SLAB_BYTES +
-                         stats->stores[HSRI_STORE_CLUSTERS].used * cache->stores[HSRI_STORE_CLUSTERS].slot_bytes;
+    for (int kind = HSRI_STORE_INDEX; kind <= HSRI_STORE_CLUSTERS; kind++)
+        stats->index_bytes += stats->stores[kind].used * cache->stores[kind].slot_bytes;
     stats->pages_plain = plain->used;
     stats->pages_encoded = encoded->used;
 }

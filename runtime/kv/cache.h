@@ -55,12 +55,15 @@ uint64_t hsri_kv_blocks_for(const hsri_kv_shape *shape, const hsri_cache_opts *o
 /* Page slots that a session needs in memory at a time once its sealed pages may be elsewhere. */
 uint64_t hsri_kv_working_set(const hsri_kv_shape *shape, const hsri_cache_opts *opts);
 
-/* What is in these blocks: slots of pages as written, of sealed pages that have their own, of slabs. */
+/* What is in these blocks: slots of pages as written, of sealed pages that have their own, of slabs, of strips, of cluster records. */
 typedef struct hsri_kv_need {
-    uint64_t plain, sealed, index, clusters;
+    uint64_t plain, sealed, index, strips, clusters;
 } hsri_kv_need;
 
 hsri_kv_need hsri_kv_slots_for(const hsri_kv_shape *shape, const hsri_cache_opts *opts, uint64_t n_tokens);
+
+/* Bytes of the slots of the index among them. */
+uint64_t hsri_kv_index_bytes(const hsri_index_shape *index, const hsri_kv_need *need);
 
 typedef struct hsri_cache hsri_cache;
 
@@ -69,6 +72,7 @@ typedef enum hsri_store_kind {
     HSRI_STORE_PLAIN,       /* pages as written; in plain formats without tiers all there are */
     HSRI_STORE_ENCODED,     /* sealed pages, where they have slots of their own; with tiers these are the tiers' */
     HSRI_STORE_INDEX,       /* index slabs */
+    HSRI_STORE_STRIPS,      /* components of sketches */
     HSRI_STORE_CLUSTERS,    /* cluster records of segments, if the index's shape asks for them */
     HSRI_N_STORES
 } hsri_store_kind;
@@ -86,7 +90,7 @@ typedef struct hsri_cache_stats {
     uint64_t slots_used;    /* page slots, plain and encoded */
     uint64_t slots_wasted;
     uint64_t bytes;         /* of the page slots used */
-    uint64_t index_bytes;   /* of the slabs and cluster records used */
+    uint64_t index_bytes;   /* of the slabs, strips and cluster records used */
     uint64_t pages_open, pages_full, pages_sealed; /* of (page, layer, head); their sum is all pages */
     uint64_t pages_plain, pages_encoded;           /* copies that exist in either form; a page may have both */
     uint64_t n_estimated;   /* pages that attention did not wait for, each time */

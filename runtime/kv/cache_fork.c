@@ -14,15 +14,21 @@ static uint64_t shared_slabs(const hsri_cache *cache)
     return cache->opts.index.per_slab && cache->sealed > cache->opts.sink_pages ? cache->sealed / cache->opts.index.per_slab : 0;
 }
 
+/* So it is with strips below. */
+static uint64_t shared_strips(const hsri_cache *cache)
+{
+    return cache->opts.index.code_bytes ? (cache->sealed - cache->opts.sink_pages) / HSRI_STRIP_PAGES : 0;
+}
+
 /* Records of segments whose pages are all sealed. */
 static uint64_t shared_records(const hsri_cache *cache)
 {
     return hsri_min(hsri_cluster_rows(&cache->opts, cache->sealed), cache->clustered.done);
 }
 
-static hsr_status share_row(hsri_cache *cache, hsri_store *from, hsri_store *to, uint64_t row, hsr_error *err)
+static hsr_status share_rows(hsri_cache *cache, hsri_store *from, hsri_store *to, uint64_t row, uint64_t end, hsr_error *err)
 {
-    for (uint64_t i = row * cache->per_page; i < (row + 1) * cache->per_page; i++) {
+    for (uint64_t i = row * cache->per_page; i < end * cache->per_page; i++) {
         HSRI_TRY(hsri_slots_share(&from->slots, &to->slots, from->entries[i], err));
         to->entries[i] = from->entries[i];
     }
@@ -46,7 +52,7 @@ static hsr_status share_page(hsri_cache *cache, hsri_cache *fork, uint64_t page,
     if (cache->family)
         share_bodies(cache, fork, page);
     else
-        HSRI_TRY(share_row(cache, hsri_sealed_store(cache), hsri_sealed_store(fork), page, err));
+        HSRI_TRY(share_rows(cache, hsri_sealed_store(cache), hsri_sealed_store(fork), page, page + 1, err));
     HSRI_TRY(hsri_move_page(fork, page, HSRI_PAGE_EV_OPEN, err));
     HSRI_TRY(hsri_move_page(fork, page, HSRI_PAGE_EV_FILL, err));
     return hsri_move_page(fork, page, HSRI_PAGE_EV_SEAL, err);
@@ -127,11 +133,12 @@ static hsr_status share_pages(hsri_cache *cache, hsri_cache *fork, hsr_error *er
         else
             p.copies[HSRI_STORE_PLAIN] += cache->per_page;
     }
-    for (uint64_t slab = 0; slab < shared_slabs(cache); slab++)
-        HSRI_TRY(share_row(cache, &cache->stores[HSRI_STORE_INDEX], &fork->stores[HSRI_STORE_INDEX], slab, err));
-    for (uint64_t segment = 0; segment < shared_records(cache); segment++)
-        HSRI_TRY(share_row(cache, &cache->stores[HSRI_STORE_CLUSTERS], &fork->stores[HSRI_STORE_CLUSTERS], segment, err));
+    hsri_store *from = cache->stores, *to = fork->stores;
+    HSRI_TRY(share_rows(cache, &from[HSRI_STORE_INDEX], &to[HSRI_STORE_INDEX], 0, shared_slabs(cache), err));
+    HSRI_TRY(share_rows(cache, &from[HSRI_STORE_STRIPS], &to[HSRI_STORE_STRIPS], 0, shared_strips(cache), err));
+    HSRI_TRY(share_rows(cache, &from[HSRI_STORE_CLUSTERS], &to[HSRI_STORE_CLUSTERS], 0, shared_records(cache), err));
     p.copies[HSRI_STORE_INDEX] = (hsri_index_rows(&cache->opts, cache->sealed) - shared_slabs(cache)) * cache->per_page;
+    p.copies[HSRI_STORE_STRIPS] = (hsri_strip_rows(&cache->opts, cache->sealed) - shared_strips(cache)) * cache->per_page;
     return promise_copies(cache, fork, &p, err);
 }
 
@@ -142,6 +149,8 @@ static hsr_status enqueue_copies(hsri_cache *cache, hsri_cache *fork, hsri_queue
             HSRI_TRY(copy_page(cache, fork, q, page, err));
     for (uint64_t slab = shared_slabs(cache); slab < hsri_index_rows(&cache->opts, cache->sealed); slab++)
         HSRI_TRY(copy_row(cache, fork, HSRI_STORE_INDEX, q, slab, err));
+    for (uint64_t strip = shared_strips(cache); strip < hsri_strip_rows(&cache->opts, cache->sealed); strip++)
+        HSRI_TRY(copy_row(cache, fork, HSRI_STORE_STRIPS, q, strip, err));
     return HSR_OK;
 }
 
@@ -164,6 +173,7 @@ static void set_marks(const hsri_cache *cache, hsri_cache *fork)
         fork->stores[HSRI_STORE_ENCODED].n_rows = cache->sealed;
     if (hsri_store_exists(&fork->stores[HSRI_STORE_INDEX]))
         fork->stores[HSRI_STORE_INDEX].n_rows = hsri_index_rows(&cache->opts, cache->sealed);
+    fork->stores[HSRI_STORE_STRIPS].n_rows = hsri_strip_rows(&cache->opts, cache->sealed);
     fork->clustered = (hsri_progress){ shared_records(cache), shared_records(cache) };
     fork->stores[HSRI_STORE_CLUSTERS].n_rows = shared_records(cache);
 }

@@ -12,6 +12,8 @@ static uint32_t slot_bytes(const hsri_kv_shape *shape, const hsri_cache_opts *op
 {
     if (part == HSRI_IMAGE_INDEX)
         return HSRI_SLAB_BYTES;
+    if (part == HSRI_IMAGE_STRIPS)
+        return hsri_strip_slot_bytes(&opts->index);
     if (part == HSRI_IMAGE_CLUSTERS)
         return hsri_cluster_slot_bytes(&opts->index);
     return hsri_kv_slot_bytes(part == HSRI_IMAGE_PLAIN ? opts->type : opts->format, shape->head_dim);
@@ -31,6 +33,7 @@ hsr_status hsri_image_describe(const hsri_kv_shape *shape, const hsri_cache_opts
         image->slot_bytes[part] = slot_bytes(shape, opts, (hsri_image_part)part);
     image->rows[HSRI_IMAGE_PLAIN] = hsri_pages_of(n_tokens) - n_sealed;
     image->rows[HSRI_IMAGE_INDEX] = hsri_index_rows(opts, sealed);
+    image->rows[HSRI_IMAGE_STRIPS] = hsri_strip_rows(opts, sealed);
     image->rows[HSRI_IMAGE_CLUSTERS] = hsri_cluster_rows(opts, sealed);
     image->rows[HSRI_IMAGE_SEALED] = n_sealed;
     return HSR_OK;
@@ -53,14 +56,15 @@ hsr_status hsri_cache_describe_image(const hsri_cache *cache, hsri_image *image,
 
 static hsri_store *store_of(hsri_cache *cache, hsri_image_part part)
 {
-    if (part == HSRI_IMAGE_SEALED)
-        return hsri_sealed_store(cache);
-    return &cache->stores[part == HSRI_IMAGE_PLAIN ? HSRI_STORE_PLAIN : part == HSRI_IMAGE_INDEX ? HSRI_STORE_INDEX : HSRI_STORE_CLUSTERS];
+    static const hsri_store_kind kinds[] = { HSRI_STORE_PLAIN, HSRI_STORE_INDEX, HSRI_STORE_STRIPS, HSRI_STORE_CLUSTERS };
+    return part == HSRI_IMAGE_SEALED ? hsri_sealed_store(cache) : &cache->stores[kinds[part]];
 }
+
+static bool is_of_index(hsri_image_part part) { return part >= HSRI_IMAGE_INDEX && part <= HSRI_IMAGE_CLUSTERS; }
 
 static uint64_t store_row(const hsri_cache *cache, const hsri_image *image, hsri_image_part part, uint64_t row)
 {
-    return part == HSRI_IMAGE_INDEX || part == HSRI_IMAGE_CLUSTERS ? row : hsri_image_page(&cache->opts, image, part, row);
+    return is_of_index(part) ? row : hsri_image_page(&cache->opts, image, part, row);
 }
 
 /* ---- reading: bytes without meaning ---- */
@@ -109,6 +113,13 @@ static void clear_slab(const hsri_cache *cache, uint64_t row, uint8_t *slab)
     memset(slab + end * index->entry_bytes, 0, HSRI_SLAB_BYTES - end * index->entry_bytes);
 }
 
+static void clear_strip(const hsri_cache *cache, uint64_t row, uint8_t *strip)
+{
+    const uint64_t page = cache->opts.sink_pages + row * HSRI_STRIP_PAGES;
+    const uint64_t used = hsri_min(cache->sealed - page, HSRI_STRIP_PAGES) * cache->opts.index.code_bytes;
+    memset(strip + used, 0, hsri_strip_slot_bytes(&cache->opts.index) - used);
+}
+
 static void clear_record(const hsri_cache *cache, uint8_t *record)
 {
     const uint32_t used = hsri_cluster_layout_of(&cache->opts.index).bytes;
@@ -122,6 +133,8 @@ static void clear_row(const hsri_cache *cache, const hsri_image *image, hsri_ima
             clear_plain(cache, hsri_image_page(&cache->opts, image, part, row), out);
         else if (part == HSRI_IMAGE_SEALED)
             clear_sealed(cache, out);
+        else if (part == HSRI_IMAGE_STRIPS)
+            clear_strip(cache, row, out);
         else if (part == HSRI_IMAGE_CLUSTERS)
             clear_record(cache, out);
         else
@@ -264,7 +277,7 @@ hsr_status hsri_cache_write_image(hsri_cache *cache, hsri_queue *q, const hsri_i
     if (part == HSRI_IMAGE_CLUSTERS)
         HSRI_TRY(check_records(cache, image, row, bytes, err));
     HSRI_TRY(fill_row(cache, q, store_of(cache, part), at, bytes, err));
-    if (part == HSRI_IMAGE_INDEX || part == HSRI_IMAGE_CLUSTERS)
+    if (is_of_index(part))
         return HSR_OK;
     HSRI_TRY(add_page(cache, image, at, err));
     return part == HSRI_IMAGE_SEALED ? seal_page(cache, at, err) : HSR_OK;

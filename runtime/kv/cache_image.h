@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* A cache as rows of bytes, for saved sessions: docs/save-file.md.
  *
- * An image holds what a fork would get: plain pages, sealed pages, the index of the sealed ones. It is made of four parts, and these
+ * An image holds what a fork would get: plain pages, sealed pages, the index of the sealed ones. It is made of parts, and these
  * of rows; a row is one slot of each layer and kv head. Bytes that mean nothing (rows of the tail page that hold no token yet, the rest of
  * a slab) are zero, so that nothing of whoever had the slot before gets into a file, and equal sessions have equal images.
  *
@@ -15,6 +15,7 @@
 typedef enum hsri_image_part {
     HSRI_IMAGE_PLAIN,       /* pages outside [sink_pages, sealed) */
     HSRI_IMAGE_INDEX,       /* slabs */
+    HSRI_IMAGE_STRIPS,      /* components of sketches */
     HSRI_IMAGE_CLUSTERS,    /* cluster records of segments whose pages are all sealed */
     HSRI_IMAGE_SEALED,      /* pages [sink_pages, sealed), in the session's format */
     HSRI_N_IMAGE_PARTS

@@ -18,7 +18,7 @@
 #define HSRI_SLOT_ALIGNMENT 4096u
 /* Seals per operation: what the device's list holds. Longer lists go in several rounds over it. */
 #define HSRI_SEAL_ROUND 512u
-#define HSRI_SLABS_PER_BLOCK (HSRI_BLOCK_BYTES / HSRI_SLAB_BYTES)
+#define HSRI_SEAL_BYTES (sizeof(hsri_seal) > sizeof(hsri_cluster) ? sizeof(hsri_seal) : sizeof(hsri_cluster))
 
 /* Work that prepare hands to a queue row by row, in order: rows below `done` are known to be done, rows below `queued` are in the
  * queue. commit believes the queue; truncate, which follows a failed step, does not. */
@@ -39,7 +39,8 @@ typedef struct hsri_cow {
     uint32_t      *old;          /* per_page entries: where the row was before HSRI_COW_QUEUED */
 } hsri_cow;
 
-/* The slots of one kind and their table: rows of per_page entries, one of each (layer, kv head). Row r is page r, or slab r. */
+/* The slots of one kind and their table: rows of per_page entries, one of each (layer, kv head). Row r is page r, or slab r,
+ * and so on. */
 typedef struct hsri_store {
     hsri_slots    slots;
     uint32_t      slot_bytes;    /* 0: this cache has no such store */
@@ -135,6 +136,9 @@ uint64_t hsri_encoded_end_of(const hsri_cache_opts *opts, uint64_t n_tokens);
 /* Slabs that hold the index entries of encoded pages below `end`. */
 uint64_t hsri_index_rows(const hsri_cache_opts *opts, uint64_t end);
 
+/* Strips that hold the components of encoded pages below `end`; 0 without a sketch. */
+uint64_t hsri_strip_rows(const hsri_cache_opts *opts, uint64_t end);
+
 /* Segments whose pages all lie below `end`; 0 without clusters. */
 uint64_t hsri_cluster_rows(const hsri_cache_opts *opts, uint64_t end);
 
@@ -200,7 +204,7 @@ hsr_status hsri_cache_grow_tables(hsri_cache *cache, uint64_t n_pages, uint64_t 
 /* Move all layers and heads of a page, or none. */
 hsr_status hsri_move_page(hsri_cache *cache, uint64_t page, hsri_page_event event, hsr_error *err);
 
-/* Slots for the encoded forms, index entries and cluster records of pages below `end`, and space for the lists: the part that may fail. */
+/* Slots for the encoded forms, index entries, components and cluster records of pages below `end`, and space for the lists: the part that may fail. */
 hsr_status hsri_encode_take(hsri_cache *cache, uint64_t end, hsr_error *err);
 
 /* Enqueue the encoding of pages [encoded.done, end), and then the clusters of the segments that they fill. */

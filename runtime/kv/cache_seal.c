@@ -55,18 +55,22 @@ hsr_status hsri_encode_take(hsri_cache *cache, uint64_t end, hsr_error *err)
     HSRI_TRY(take_rows(cache, &cache->stores[HSRI_STORE_ENCODED], end, err));
     refresh_entries(cache, end);
     HSRI_TRY(take_rows(cache, &cache->stores[HSRI_STORE_INDEX], hsri_index_rows(&cache->opts, end), err));
+    HSRI_TRY(take_rows(cache, &cache->stores[HSRI_STORE_STRIPS], hsri_strip_rows(&cache->opts, end), err));
     return take_records(cache, hsri_cluster_rows(&cache->opts, end), err);
 }
 
 static hsri_seal describe(hsri_cache *cache, uint64_t page, uint64_t i)
 {
-    const hsri_store *index = &cache->stores[HSRI_STORE_INDEX];
+    const hsri_store *index = &cache->stores[HSRI_STORE_INDEX], *strips = &cache->stores[HSRI_STORE_STRIPS];
+    const uint64_t at = page - cache->opts.sink_pages;
     uint32_t n_kv_heads = cache->shape->n_kv_heads;
     return (hsri_seal){
         .lineage = cache->opts.lineage,
         .entry = hsri_store_row(cache, &cache->stores[HSRI_STORE_PLAIN], page)[i],
         .sealed = hsri_store_row(cache, hsri_sealed_store(cache), page)[i],
         .slab = hsri_store_exists(index) ? hsri_store_row(cache, index, page / cache->opts.index.per_slab)[i] : 0,
+        .strip = hsri_store_exists(strips) ? hsri_store_row(cache, strips, at / HSRI_STRIP_PAGES)[i] : 0,
+        .in_strip = at % HSRI_STRIP_PAGES,
         .page = (uint32_t)page,
         .layer = (uint16_t)(i / n_kv_heads),
         .head = (uint16_t)(i % n_kv_heads),
@@ -86,17 +90,18 @@ static void copy_plain(hsri_cache *cache, hsri_queue *q, hsri_seal *seal)
         seal->entry = seal->sealed;
 }
 
-_Static_assert(sizeof(hsri_cluster) <= sizeof(hsri_seal), "a round of segments fits where a round of pages does");
-
 static void enqueue_clusters(hsri_cache *cache, hsri_queue *q, uint64_t n_segments)
 {
     const hsri_store *store = &cache->stores[HSRI_STORE_CLUSTERS];
     uint32_t n_kv_heads = cache->shape->n_kv_heads;
+    const uint64_t segment_bytes = HSRI_SEGMENT_STRIPS * cache->per_page * sizeof(uint32_t);
     size_t n = 0;
     for (uint64_t segment = cache->clustered.done; segment < n_segments; segment++)
         for (uint64_t i = 0; i < cache->per_page; i++)
             cache->clusters[n++] = (hsri_cluster){
-                .index = { .buf = cache->stores[HSRI_STORE_INDEX].buf }, .record = hsri_store_row(cache, store, segment)[i],
+                .index = { .buf = cache->stores[HSRI_STORE_INDEX].buf },
+                .strips = { .buf = cache->stores[HSRI_STORE_STRIPS].buf, .offset = segment * segment_bytes },
+                .record = hsri_store_row(cache, store, segment)[i],
                 .first_page = (uint32_t)(cache->opts.sink_pages + segment * HSRI_SEGMENT_PAGES), .layer = (uint16_t)(i / n_kv_heads),
                 .head = (uint16_t)(i % n_kv_heads), .index_shape = cache->opts.index,
             };
@@ -135,6 +140,8 @@ void hsri_encode_shrink(hsri_cache *cache, uint64_t end)
         hsri_store_shrink(cache, &cache->stores[HSRI_STORE_ENCODED], end);
     if (hsri_store_exists(&cache->stores[HSRI_STORE_INDEX]))
         hsri_store_shrink(cache, &cache->stores[HSRI_STORE_INDEX], hsri_index_rows(&cache->opts, end));
+    if (hsri_store_exists(&cache->stores[HSRI_STORE_STRIPS]))
+        hsri_store_shrink(cache, &cache->stores[HSRI_STORE_STRIPS], hsri_strip_rows(&cache->opts, end));
     uint64_t n_segments = hsri_cluster_rows(&cache->opts, end);
     cache->clustered.queued = hsri_min(cache->clustered.queued, n_segments);
     cache->clustered.done = hsri_min(cache->clustered.done, n_segments);

@@ -47,6 +47,11 @@ uint64_t hsri_index_rows(const hsri_cache_opts *opts, uint64_t end)
     return opts->index.per_slab && end > opts->sink_pages ? hsri_div_up(end, opts->index.per_slab) : 0;
 }
 
+uint64_t hsri_strip_rows(const hsri_cache_opts *opts, uint64_t end)
+{
+    return opts->index.code_bytes && end > opts->sink_pages ? hsri_div_up(end - opts->sink_pages, HSRI_STRIP_PAGES) : 0;
+}
+
 uint64_t hsri_seal_window(const hsri_cache_opts *opts)
 {
     uint64_t back = hsri_pages_of(opts->rollback_tokens);
@@ -87,13 +92,20 @@ hsri_kv_need hsri_kv_slots_for(const hsri_kv_shape *shape, const hsri_cache_opts
         .plain = slots_of(hsri_min(hsri_pages_of(n_tokens), hsri_ring_pages(opts)), shape),
         .sealed = hsri_seals_apart(opts) ? slots_of(end - opts->sink_pages, shape) : 0,
         .index = slots_of(hsri_index_rows(opts, end), shape),
+        .strips = slots_of(hsri_strip_rows(opts, end), shape),
         .clusters = slots_of(hsri_cluster_rows(opts, end), shape),
     };
 }
 
-/* UINT64_MAX if no number would do. */
-static uint64_t blocks_of(uint64_t slots, uint32_t per_block)
+uint64_t hsri_kv_index_bytes(const hsri_index_shape *index, const hsri_kv_need *need)
 {
+    return need->index * HSRI_SLAB_BYTES + need->strips * hsri_strip_slot_bytes(index) + need->clusters * hsri_cluster_slot_bytes(index);
+}
+
+/* UINT64_MAX if no number would do. */
+static uint64_t blocks_of(uint64_t slots, uint32_t slot_bytes)
+{
+    const uint64_t per_block = slot_bytes ? HSRI_BLOCK_BYTES / slot_bytes : 0;
     if (slots == 0)
         return 0;
     return per_block == 0 || slots == UINT64_MAX ? UINT64_MAX : hsri_div_up(slots, per_block);
@@ -103,14 +115,17 @@ uint64_t hsri_kv_blocks_for(const hsri_kv_shape *shape, const hsri_cache_opts *o
 {
     const hsri_kv_need need = hsri_kv_slots_for(shape, opts, n_tokens);
     const hsri_kv_type sealed_format = hsri_kv_is_plain(opts->format) ? opts->type : opts->format;
-    uint64_t plain = blocks_of(need.plain, hsri_kv_slots_per_block(opts->type, shape->head_dim));
-    uint64_t sealed = blocks_of(need.sealed, hsri_kv_slots_per_block(sealed_format, shape->head_dim));
-    const uint32_t record_bytes = hsri_cluster_slot_bytes(&opts->index);
-    uint64_t clusters = blocks_of(need.clusters, record_bytes ? HSRI_BLOCK_BYTES / record_bytes : 0);
-    uint64_t index = blocks_of(need.index, HSRI_SLABS_PER_BLOCK), sum;
-    if (__builtin_add_overflow(plain, sealed, &sum) || __builtin_add_overflow(sum, index, &sum) ||
-        __builtin_add_overflow(sum, clusters, &sum))
-        return UINT64_MAX;
+    const uint64_t blocks[] = {
+        blocks_of(need.plain, hsri_kv_slot_bytes(opts->type, shape->head_dim)),
+        blocks_of(need.sealed, hsri_kv_slot_bytes(sealed_format, shape->head_dim)),
+        blocks_of(need.index, HSRI_SLAB_BYTES),
+        blocks_of(need.strips, hsri_strip_slot_bytes(&opts->index)),
+        blocks_of(need.clusters, hsri_cluster_slot_bytes(&opts->index)),
+    };
+    uint64_t sum = 0;
+    for (size_t i = 0; i < sizeof blocks / sizeof *blocks; i++)
+        if (__builtin_add_overflow(sum, blocks[i], &sum))
+            return UINT64_MAX;
     return sum;
 }
 

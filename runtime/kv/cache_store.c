@@ -214,6 +214,8 @@ static uint64_t rows_missing(const hsri_cache *cache, hsri_store_kind kind, uint
         want = hsri_encoded_end_of(opts, reserved);
         if (kind == HSRI_STORE_INDEX)
             want = hsri_index_rows(opts, want);
+        if (kind == HSRI_STORE_STRIPS)
+            want = hsri_strip_rows(opts, want);
         if (kind == HSRI_STORE_CLUSTERS)
             want = hsri_cluster_rows(opts, want);
     }

@@ -211,6 +211,15 @@ static inline bool fake_seal_one(fake_device *fake, const hsri_kv_view *view, co
             return false;
         *entry = (fake_entry){ from[0], seal->page, seal->layer, seal->head };
     }
+    if (seal->index_shape.code_bytes) {
+        hsri_ref codes = fake_slot(view, seal->strip, hsri_strip_slot_bytes(&seal->index_shape));
+        codes.offset += (uint64_t)seal->in_strip * seal->index_shape.code_bytes;
+        fake_entry *entry = fake_at(fake, codes, seal->index_shape.code_bytes);
+        if (!entry)
+            return false;
+        memset(entry, 0, seal->index_shape.code_bytes);
+        *entry = (fake_entry){ from[0], seal->page, seal->layer, seal->head };
+    }
     fake->n_seals++;
     return true;
 }
@@ -223,29 +232,38 @@ static inline void fake_run_seal(fake_device *fake, const fake_op *op)
             return;
 }
 
-/* A record says which entries it is made of: the first and the last of its segment. */
+/* What a table of rows names, at a number within the row. */
+static inline const fake_entry *fake_entry_at(fake_device *fake, const hsri_kv_view *view, hsri_ref table, uint64_t row, uint64_t list,
+                                              uint64_t slot_bytes, uint64_t offset)
+{
+    table.offset += (row * view->n_layers * view->n_kv_heads + list) * sizeof(uint32_t);
+    const uint32_t *slot = fake_at(fake, table, sizeof *slot);
+    hsri_ref at = fake_slot(view, slot ? *slot : 0, slot_bytes);
+    at.offset += offset;
+    return fake_at(fake, at, sizeof(fake_entry));
+}
+
+/* A record says which entries and which components it is made of: the first and the last of its segment. */
 static inline void fake_run_cluster(fake_device *fake, const fake_op *op)
 {
     const hsri_cluster *list = fake_at(fake, op->src, op->bytes);
     for (uint64_t i = 0; list && i < op->bytes / sizeof *list; i++) {
         const hsri_index_shape *shape = &list[i].index_shape;
-        const uint64_t stride = (uint64_t)op->view->n_layers * op->view->n_kv_heads,
-                       head = (uint64_t)list[i].layer * op->view->n_kv_heads + list[i].head;
+        const uint64_t head = (uint64_t)list[i].layer * op->view->n_kv_heads + list[i].head;
         fake_entry *record = fake_at(fake, fake_slot(op->view, list[i].record, hsri_cluster_slot_bytes(shape)),
                                      hsri_cluster_layout_of(shape).bytes);
         if (record)
             memset(record, 0, hsri_cluster_slot_bytes(shape));
         for (uint32_t j = 0; record && j < 2; j++) {
-            const uint32_t page = list[i].first_page + j * (HSRI_SEGMENT_PAGES - 1);
-            const uint64_t row = page / shape->per_slab * stride + head;
-            hsri_ref index = list[i].index;
-            index.offset += row * sizeof(uint32_t);
-            const uint32_t *slab = fake_at(fake, index, sizeof *slab);
-            hsri_ref at = fake_slot(op->view, slab ? *slab : 0, HSRI_SLAB_BYTES);
-            at.offset += (uint64_t)page % shape->per_slab * shape->entry_bytes;
-            const fake_entry *entry = fake_at(fake, at, sizeof *entry);
-            if (entry)
+            const uint32_t in_segment = j * (HSRI_SEGMENT_PAGES - 1), page = list[i].first_page + in_segment;
+            const fake_entry *entry = fake_entry_at(fake, op->view, list[i].index, page / shape->per_slab, head, HSRI_SLAB_BYTES,
+                                                    (uint64_t)page % shape->per_slab * shape->entry_bytes);
+            const fake_entry *codes = fake_entry_at(fake, op->view, list[i].strips, in_segment / HSRI_STRIP_PAGES, head,
+                                                    hsri_strip_slot_bytes(shape), in_segment % HSRI_STRIP_PAGES * shape->code_bytes);
+            if (entry && codes) {
                 record[j] = *entry;
+                record[2 + j] = *codes;
+            }
         }
         fake->n_clusters++;
     }

@@ -82,10 +82,10 @@ static inline double mean_value(const hsri_index_shape *s, const uint8_t *entry,
 }
 
 /* Component c of token t, and its step. */
-static inline double sketch_value(const hsri_index_shape *s, const uint8_t *entry, uint32_t c, uint32_t t, double *step, int *code)
+static inline double sketch_value(const hsri_index_shape *s, const uint8_t *entry, const uint8_t *codes, uint32_t c, uint32_t t,
+                                  double *step, int *code)
 {
-    uint32_t       n_bytes = TOKENS * (s->n_4bit * 4 + s->n_2bit * 2) / 8, unit = t / 16, line = t % 16 / 4, lane = unit * 4 + t % 4;
-    const uint8_t *codes = entry + s->entry_bytes - n_bytes;
+    uint32_t unit = t / 16, line = t % 16 / 4, lane = unit * 4 + t % 4;
 
     *step = half_at(entry + 8 + 2 * s->head_dim + 2 * c);
     if (c < s->n_4bit) {
@@ -101,8 +101,8 @@ static inline double sketch_value(const hsri_index_shape *s, const uint8_t *entr
 }
 
 /* Log of the sum over some of a unit's tokens of exp(logit), as the entry has it; `tokens` matters to the sketch alone. */
-static inline double tokens_log_mass(const hsri_index_shape *s, const uint8_t *entry, const float *calibration, uint32_t selector,
-                                     uint32_t unit, uint32_t tokens, const float *q, const float *rotated, double scale)
+static inline double tokens_log_mass(const hsri_index_shape *s, const uint8_t *entry, const uint8_t *codes, const float *calibration,
+                                     uint32_t selector, uint32_t unit, uint32_t tokens, const float *q, const float *rotated, double scale)
 {
     uint32_t     d = s->head_dim;
     const float *about = calibration ? calibration + 2 * d * d : NULL;
@@ -117,7 +117,7 @@ static inline double tokens_log_mass(const hsri_index_shape *s, const uint8_t *e
                 double step;
                 int    code;
 
-                logits[t] += (double)rotated[c] * sketch_value(s, entry, c, unit * 16 + t, &step, &code);
+                logits[t] += (double)rotated[c] * sketch_value(s, entry, codes, c, unit * 16 + t, &step, &code);
             }
             logits[t] = tokens >> t & 1 ? logits[t] * scale : -INFINITY;
             most = fmax(most, logits[t]);
@@ -138,10 +138,10 @@ static inline double tokens_log_mass(const hsri_index_shape *s, const uint8_t *e
     return scale * mean + 0.25 * scale * scale * variance + log(16);
 }
 
-static inline double unit_log_mass(const hsri_index_shape *s, const uint8_t *entry, const float *calibration, uint32_t selector,
-                                   uint32_t unit, const float *q, const float *rotated, double scale)
+static inline double unit_log_mass(const hsri_index_shape *s, const uint8_t *entry, const uint8_t *codes, const float *calibration,
+                                   uint32_t selector, uint32_t unit, const float *q, const float *rotated, double scale)
 {
-    return tokens_log_mass(s, entry, calibration, selector, unit, 0xffff, q, rotated, scale);
+    return tokens_log_mass(s, entry, codes, calibration, selector, unit, 0xffff, q, rotated, scale);
 }
 
 #endif

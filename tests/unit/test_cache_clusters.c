@@ -9,6 +9,7 @@
 #include "kv/cache_image.h"
 
 #define RECORD 131072u        /* bytes of the slot of one */
+#define STRIP 24576u
 #define LAYERS 2u
 #define KV_HEADS 2u
 #define LISTS (LAYERS * KV_HEADS)
@@ -66,7 +67,8 @@ static uint64_t records_of(const hsri_cache *cache)
     hsri_cache_stats stats;
 
     hsri_cache_get_stats(cache, &stats);
-    CHECK(stats.index_bytes == stats.stores[HSRI_STORE_INDEX].used * HSRI_SLAB_BYTES + stats.stores[HSRI_STORE_CLUSTERS].used * RECORD);
+    CHECK(stats.index_bytes == stats.stores[HSRI_STORE_INDEX].used * HSRI_SLAB_BYTES + stats.stores[HSRI_STORE_STRIPS].used * STRIP +
+                                   stats.stores[HSRI_STORE_CLUSTERS].used * RECORD);
     return stats.stores[HSRI_STORE_CLUSTERS].used;
 }
 
@@ -79,10 +81,10 @@ static void check_records(world *w, const hsri_cache *cache, uint32_t n)
     hsri_cache_fill_seq(cache, &seq);
     for (uint32_t i = 0; i < n * LISTS; i++) {
         const uint32_t   *record = fake_at(&w->fake, hsri_at(seq.clusters, i * sizeof *record), sizeof *record);
-        const fake_entry *made = record ? fake_at(&w->fake, fake_slot(&w->shape.view, *record, RECORD), 2 * sizeof *made) : NULL;
+        const fake_entry *made = record ? fake_at(&w->fake, fake_slot(&w->shape.view, *record, RECORD), 4 * sizeof *made) : NULL;
 
-        for (uint32_t j = 0; j < 2 && CHECK(made != NULL); j++)
-            CHECK(made[j].page == SINK + i / LISTS * HSRI_SEGMENT_PAGES + j * (HSRI_SEGMENT_PAGES - 1) &&
+        for (uint32_t j = 0; j < 4 && CHECK(made != NULL); j++)
+            CHECK(made[j].page == SINK + i / LISTS * HSRI_SEGMENT_PAGES + j % 2 * (HSRI_SEGMENT_PAGES - 1) &&
                   made[j].layer == i % LISTS / KV_HEADS && made[j].head == i % KV_HEADS);
     }
 }

@@ -17,14 +17,15 @@
 #define LISTS (LAYERS * KV_HEADS)
 #define SINK 3u
 #define SEGMENTS 2u
+#define STRIPS (SEGMENTS * HSRI_SEGMENT_STRIPS)
 #define PAGES (SINK + SEGMENTS * HSRI_SEGMENT_PAGES)
 
 typedef struct world {
     hsri_index_shape shape;
     uint32_t  d, n_slabs;
-    uint8_t  *pool;                   /* slabs, then records */
+    uint8_t  *pool;                   /* slabs, strips, records */
     uint64_t  pool_bytes;
-    uint32_t *slabs, records[SEGMENTS * LISTS];
+    uint32_t *slabs, strips[STRIPS * LISTS], records[SEGMENTS * LISTS];
     float    *calibration;
 } world;
 
@@ -36,6 +37,14 @@ static uint8_t *slot_of(const world *w, uint32_t entry, uint32_t bytes)
 static uint8_t *entry_of(const world *w, uint32_t list, uint32_t page)
 {
     return slot_of(w, w->slabs[page / w->shape.per_slab * LISTS + list], HSRI_SLAB_BYTES) + page % w->shape.per_slab * w->shape.entry_bytes;
+}
+
+static uint8_t *codes_of(const world *w, uint32_t list, uint32_t page)
+{
+    uint32_t at = page - SINK;
+
+    return slot_of(w, w->strips[at / HSRI_STRIP_PAGES * LISTS + list], hsri_strip_slot_bytes(&w->shape)) +
+           at % HSRI_STRIP_PAGES * w->shape.code_bytes;
 }
 
 /* Pages whose keys are near one of a few places, so that there is something to find. */
@@ -53,7 +62,7 @@ static void fill_page(const world *w, const hsri_kernels *kernels, uint32_t list
     }
     if (page == SINK + 7)
         k[5] = NAN;
-    kernels->sparse.encode(&w->shape, &record, k, k, entry_of(w, list, page), scratch);
+    kernels->sparse.encode(&w->shape, &record, k, k, entry_of(w, list, page), codes_of(w, list, page), scratch);
 }
 
 static world *world_new(uint32_t d, uint32_t n_4bit, uint32_t n_2bit)
@@ -61,20 +70,24 @@ static world *world_new(uint32_t d, uint32_t n_4bit, uint32_t n_2bit)
     world       *w = calloc(1, sizeof *w);
     hsri_kernels kernels;
     float       *k = malloc(64 * d * sizeof *k), *scratch = malloc(hsri_index_scratch(d) * sizeof *scratch);
-    uint32_t     blocks, per_block;
+    uint32_t     slab_blocks, blocks, per_block;
 
     hsri_kernels_fill(&kernels, HSR_ISA_REFERENCE);
     w->shape = (hsri_index_shape){ .kind = HSRI_INDEX_SKETCH, .head_dim = d, .n_4bit = n_4bit, .n_2bit = n_2bit, .clusters = 1 };
     hsri_index_shape_fill(&w->shape);
     w->d = d;
     w->n_slabs = (PAGES / w->shape.per_slab + 1) * LISTS;
-    blocks = (w->n_slabs + 15) / 16;
+    slab_blocks = (w->n_slabs + 63) / 64;
+    per_block = HSRI_BLOCK_BYTES / hsri_strip_slot_bytes(&w->shape);
+    blocks = slab_blocks + (STRIPS * LISTS + per_block - 1) / per_block;
+    for (uint32_t i = 0; i < STRIPS * LISTS; i++)
+        w->strips[i] = (slab_blocks + i / per_block) << 8 | (per_block - 1 - i % per_block);
     per_block = HSRI_BLOCK_BYTES / hsri_cluster_slot_bytes(&w->shape);
     w->pool_bytes = (blocks + 1ull) * HSRI_BLOCK_BYTES;
     w->pool = hsri_new_aligned(w->pool_bytes, 1);
     w->slabs = calloc(w->n_slabs, sizeof *w->slabs);
     for (uint32_t i = 0; i < w->n_slabs; i++)
-        w->slabs[i] = i / 16 << 8 | (15 - i % 16);
+        w->slabs[i] = i / 64 << 8 | (63 - i % 64);
     CHECK(per_block >= SEGMENTS * LISTS);
     for (uint32_t i = 0; i < SEGMENTS * LISTS; i++)
         w->records[i] = blocks << 8 | (per_block - 1 - i);
@@ -122,11 +135,14 @@ static uint8_t *run_cluster(const world *w, int32_t n_threads, int32_t isa, bool
         CHECK(hsri_async_device_create(dev, &dev, NULL) == HSR_OK);
     CHECK(dev->queue_create(dev, &q, NULL) == HSR_OK);
     hsri_ref     d_pool = upload(dev, q, w->pool, w->pool_bytes), index = upload(dev, q, w->slabs, w->n_slabs * sizeof *w->slabs);
+    hsri_ref     strips = upload(dev, q, w->strips, sizeof w->strips);
     hsri_ref     calibration = upload(dev, q, w->calibration, LISTS * hsri_calibration_floats(w->d) * sizeof(float)), d_list;
     hsri_kv_view kv = { .pool_buf = d_pool.buf, .n_layers = LAYERS, .n_kv_heads = KV_HEADS, .head_dim = w->d, .calibration = calibration };
 
     for (uint32_t i = 0; i < SEGMENTS * LISTS; i++)
-        list[i] = (hsri_cluster){ .index = index, .record = w->records[i], .first_page = SINK + i / LISTS * HSRI_SEGMENT_PAGES,
+        list[i] = (hsri_cluster){ .index = index,
+                                  .strips = hsri_at(strips, i / LISTS * HSRI_SEGMENT_STRIPS * LISTS * sizeof *w->strips),
+                                  .record = w->records[i], .first_page = SINK + i / LISTS * HSRI_SEGMENT_PAGES,
                                   .layer = (uint16_t)(i % LISTS / KV_HEADS), .head = (uint16_t)(i % KV_HEADS), .index_shape = w->shape };
     d_list = upload(dev, q, list, sizeof list);
     uint64_t start = hsri_now_ns();
@@ -137,6 +153,7 @@ static uint8_t *run_cluster(const world *w, int32_t n_threads, int32_t isa, bool
     CHECK(dev->wait(q, NULL) == HSR_OK);
     dev->free(dev, d_pool.buf);
     dev->free(dev, index.buf);
+    dev->free(dev, strips.buf);
     dev->free(dev, calibration.buf);
     dev->free(dev, d_list.buf);
     dev->queue_destroy(q);
@@ -202,7 +219,7 @@ static double point(const world *w, const record *r, uint32_t i, uint32_t token,
 
     if (is_lost(w, list, page))
         return 0;
-    z = sketch_value(&w->shape, entry, c, token % 64, &step, &code);
+    z = sketch_value(&w->shape, entry, codes_of(w, list, page), c, token % 64, &step, &code);
     for (uint32_t j = 0; j < d; j++)
         z += (double)calibration[j * d + c] * (mean_key(&w->shape, entry, calibration + 2 * d * d, j) - (double)r->mean[j]);
     return z;

@@ -67,7 +67,7 @@ static const struct { uint32_t kind, d, n_4bit, n_2bit; } index_cases[] = {
 };
 #define N_INDEX_CASES (sizeof index_cases / sizeof *index_cases)
 
-static void check_sketch(const hsri_index_shape *s, const uint8_t *entry, const float *calibration, const float *k)
+static void check_sketch(const hsri_index_shape *s, const uint8_t *entry, const uint8_t *codes, const float *calibration, const float *k)
 {
     uint32_t d = s->head_dim;
     bool     close = true, mild = true;
@@ -88,7 +88,7 @@ static void check_sketch(const hsri_index_shape *s, const uint8_t *entry, const 
             most = fmax(most, fabs(z[t]));
         }
         for (uint32_t t = 0; t < 64; t++) {
-            double got = sketch_value(s, entry, c, t, &step, &code), wide = 2 * most / (last + 1), level = floor(z[t] / wide);
+            double got = sketch_value(s, entry, codes, c, t, &step, &code), wide = 2 * most / (last + 1), level = floor(z[t] / wide);
 
             /* nearest level, or the outermost ones */
             close &= fabs(got - z[t]) <= 0.501 * step + 1e-5 || ((code == 0 || code == (int)last) && fabs(z[t]) > fabs(got));
@@ -135,14 +135,14 @@ static void test_encode(const hsri_kernels *kernels)
     for (size_t i = 0; i < N_INDEX_CASES; i++) {
         hsri_index_shape        s = shape_of(index_cases[i].kind, index_cases[i].d, index_cases[i].n_4bit, index_cases[i].n_2bit);
         hsri_calibration_record calibration = hsri_calibration_at(record, 1, 0, 0, s.head_dim);
-        uint8_t                *entry = hsri_new_aligned(1, s.entry_bytes);
+        uint8_t                *entry = hsri_new_aligned(1, s.entry_bytes), *codes = hsri_new_aligned(1, s.code_bytes);
         double                  error_k = 0, error_v = 0;
         uint32_t                d = s.head_dim;
 
         fill_calibration(record, d, 10 + i);
         fill_noise(k, 64 * d, 20 + i, 2.0f);
         fill_noise(v, 64 * d, 30 + i, 2.0f);
-        kernels->sparse.encode(&s, &calibration, k, v, entry, scratch);
+        kernels->sparse.encode(&s, &calibration, k, v, entry, codes, scratch);
         for (uint32_t j = 0; j < d; j++) {
             double mean_k = 0, mean_v = 0;
 
@@ -155,18 +155,19 @@ static void test_encode(const hsri_kernels *kernels)
         }
         CHECK(error_k <= 0.501 * float_at(entry) + 1e-6 && error_v <= 0.501 * float_at(entry + 4) + 1e-6);
         if (s.kind == HSRI_INDEX_SKETCH)
-            check_sketch(&s, entry, record, k);
+            check_sketch(&s, entry, codes, record, k);
         else
             check_others(&s, entry, k);
         /* equal keys: no spread at all; a lost number: marked */
         for (uint32_t j = 0; j < 64 * d; j++)
             k[j] = 1.5f;
-        kernels->sparse.encode(&s, &calibration, k, v, entry, scratch);
+        kernels->sparse.encode(&s, &calibration, k, v, entry, codes, scratch);
         CHECK(isfinite(float_at(entry)));
         k[17] = i % 2 ? NAN : INFINITY;
-        kernels->sparse.encode(&s, &calibration, k, v, entry, scratch);
+        kernels->sparse.encode(&s, &calibration, k, v, entry, codes, scratch);
         CHECK(isnan(float_at(entry)) && isfinite(float_at(entry + 4)));
         free(entry);
+        free(codes);
     }
 }
 
@@ -210,9 +211,9 @@ static void test_scores(const hsri_kernels *kernels)
         uint32_t                n_heads = i % 4 == 3 ? MOST_HEADS : 1 + (uint32_t)i % 9;
         uint32_t                selector = i % 2 ? HSRI_SELECT_MEAN : selectors[s.kind];
         double                  scale = 1 / sqrt(d);
-        uint8_t                *slots = hsri_new_aligned(PAGES, s.entry_bytes);
-        const uint8_t          *entries[PAGES];
-        hsri_score_args         a = { .entries = entries, .n_pages = n_pages, .n_heads = n_heads, .shape = &s, .scale = (float)scale,
+        uint8_t                *slots = hsri_new_aligned(PAGES, s.entry_bytes), *code_slots = hsri_new_aligned(PAGES, s.code_bytes);
+        const uint8_t          *entries[PAGES], *codes[PAGES];
+        hsri_score_args         a = { .entries = entries, .codes = codes, .n_pages = n_pages, .n_heads = n_heads, .shape = &s, .scale = (float)scale,
                                       .queries = queries,
                                       .rotated = rotated, .reference = references,
                                       .mean_k = s.kind == HSRI_INDEX_SKETCH ? calibration.mean_k : NULL,
@@ -230,16 +231,18 @@ static void test_scores(const hsri_kernels *kernels)
         }
         for (uint32_t p = 0; p < n_pages; p++) {
             entries[p] = slots + (uint64_t)p * s.entry_bytes;
+            codes[p] = code_slots + (uint64_t)p * s.code_bytes;
             fill_noise(k, 64 * d, 60 + i * PAGES + p, p % 5 == 4 ? 0.2f : 2.0f);
             fill_noise(v, 64 * d, 70, 1.0f);
-            kernels->sparse.encode(&s, &calibration, k, v, slots + (uint64_t)p * s.entry_bytes, scratch);
+            kernels->sparse.encode(&s, &calibration, k, v, slots + (uint64_t)p * s.entry_bytes,
+                                   code_slots + (uint64_t)p * s.code_bytes, scratch);
         }
         score(&a);
         for (uint32_t h = 0; h < n_heads; h++) {
             double limit = score_limit(&s, entries, n_pages, selector, rotated + h * d, scale);
 
             for (uint32_t u = 0; u < n_pages * UNITS; u++) {
-                double want = unit_log_mass(&s, entries[u / UNITS], record, selector, u % UNITS, queries + h * d, rotated + h * d, scale);
+                double want = unit_log_mass(&s, entries[u / UNITS], codes[u / UNITS], record, selector, u % UNITS, queries + h * d, rotated + h * d, scale);
                 double error = fabs(log((double)mass[h * a.mass_stride + u]) - (want - (double)references[h]));
 
                 worst = fmax(worst, error / limit);
@@ -286,6 +289,7 @@ static void test_scores(const hsri_kernels *kernels)
         for (uint32_t u = 0; u < n_pages * UNITS; u++)
             CHECK(mass[(n_heads - 1) * a.mass_stride + u] == 0.0f);
         free(slots);
+        free(code_slots);
     }
     printf("  scores: worst error %.0f%% of the limit\n", 100 * worst);
 }

@@ -19,6 +19,7 @@
 #define MOST_SEQS 4u
 #define MOST_FORCED 4u
 #define MOST_SEGMENTS 2u
+#define SLABS (HSRI_BLOCK_BYTES / HSRI_SLAB_BYTES)
 #define NO_PAGE UINT32_MAX
 
 typedef struct rig {
@@ -77,7 +78,7 @@ typedef struct world {
     hsri_index_shape shape;
     uint8_t *pool;
     uint64_t pool_bytes;
-    uint32_t *slabs[MOST_SEQS], *pages[MOST_SEQS];
+    uint32_t *slabs[MOST_SEQS], *strips[MOST_SEQS], *pages[MOST_SEQS];
     uint32_t  records[MOST_SEQS][MOST_SEGMENTS * LAYERS * KV_HEADS];
     float    *calibration, *queries, *rotated, *acc;
     hsri_row  rows[HSRI_PICK_ROWS];
@@ -106,6 +107,22 @@ static const uint8_t *entry_of(const world *w, uint32_t seq, uint32_t kv_head, u
            page % w->shape.per_slab * w->shape.entry_bytes;
 }
 
+static uint32_t strips_of(const world *w, uint32_t n_pages)
+{
+    return n_pages > w->sink ? (n_pages - w->sink + HSRI_STRIP_PAGES - 1) / HSRI_STRIP_PAGES : 0;
+}
+
+static const uint8_t *codes_of(const world *w, uint32_t seq, uint32_t kv_head, uint32_t page)
+{
+    uint32_t at = page - w->sink, strip;
+
+    if (!w->shape.code_bytes || page < w->sink)
+        return NULL;
+    strip = w->strips[seq][(at / HSRI_STRIP_PAGES * LAYERS + LAYER) * KV_HEADS + kv_head];
+    return w->pool + (uint64_t)(strip >> 8) * HSRI_BLOCK_BYTES + (uint64_t)(strip & 255) * hsri_strip_slot_bytes(&w->shape) +
+           at % HSRI_STRIP_PAGES * w->shape.code_bytes;
+}
+
 static float *key_values(const world *w, uint32_t seq, uint32_t kv_head, uint32_t page, float *v)
 {
     float *k = malloc(64 * w->d * sizeof *k);
@@ -118,14 +135,18 @@ static float *key_values(const world *w, uint32_t seq, uint32_t kv_head, uint32_
 /* Entries and, for the oracle, bf16-free plain pages of `n` pages of a sequence. */
 static void fill_sequence(world *w, const hsri_kernels *kernels, uint32_t seq, uint32_t n, bool with_pages)
 {
-    uint32_t n_slabs = n / w->shape.per_slab + 1, d = w->d;
+    uint32_t n_slabs = n / w->shape.per_slab + 1, n_strips = strips_of(w, n), d = w->d;
     uint64_t page_bytes = hsri_round_up(hsri_plain_page_bytes(HSRI_KV_TYPE_F32, d), 4096), per_block = HSRI_BLOCK_BYTES / page_bytes;
     float   *v = malloc(64 * d * sizeof *v), *scratch = malloc(hsri_index_scratch(d) * sizeof *scratch);
 
     w->slabs[seq] = calloc(n_slabs * LAYERS * KV_HEADS, sizeof(uint32_t));
     w->pages[seq] = calloc(n * LAYERS * KV_HEADS, sizeof(uint32_t));
-    for (uint32_t i = 0; i < n_slabs * LAYERS * KV_HEADS; i++)   /* scattered: each sequence has 2 blocks, slabs in falling order */
-        w->slabs[seq][i] = (seq * 2 + i / 16) << 8 | (15 - i % 16);
+    w->strips[seq] = calloc(n_strips * LAYERS * KV_HEADS + 1, sizeof(uint32_t));
+    /* Scattered: each sequence has a block of slabs and one of strips, in falling order. */
+    for (uint32_t i = 0; i < n_slabs * LAYERS * KV_HEADS; i++)
+        w->slabs[seq][i] = (seq * 2) << 8 | (SLABS - 1 - i);
+    for (uint32_t i = 0; i < n_strips * LAYERS * KV_HEADS && w->shape.code_bytes; i++)
+        w->strips[seq][i] = (seq * 2 + 1) << 8 | (HSRI_BLOCK_BYTES / hsri_strip_slot_bytes(&w->shape) - 1 - i);
     for (uint32_t kv_head = 0; kv_head < KV_HEADS; kv_head++) {
         hsri_calibration_record record = hsri_calibration_at(w->calibration, KV_HEADS, LAYER, kv_head, d);
 
@@ -133,7 +154,9 @@ static void fill_sequence(world *w, const hsri_kernels *kernels, uint32_t seq, u
             float   *k = key_values(w, seq, kv_head, page, v);
             uint32_t at = (page * LAYERS + LAYER) * KV_HEADS + kv_head, slot = page * KV_HEADS + kv_head;
 
-            kernels->sparse.encode(&w->shape, &record, k, v, (uint8_t *)(uintptr_t)entry_of(w, seq, kv_head, page), scratch);
+            if (page >= w->sink)
+                kernels->sparse.encode(&w->shape, &record, k, v, (uint8_t *)(uintptr_t)entry_of(w, seq, kv_head, page),
+                                       (uint8_t *)(uintptr_t)codes_of(w, seq, kv_head, page), scratch);
             w->pages[seq][at] = !with_pages ? 0 : (uint32_t)((8 + seq * 4 + slot / per_block) << 8 | slot % per_block);
             uint8_t *page_slot = w->pool + (uint64_t)(w->pages[seq][at] >> 8) * HSRI_BLOCK_BYTES + (w->pages[seq][at] & 255) * page_bytes;
 
@@ -206,12 +229,14 @@ static void make_clusters(world *w, rig *r)
     for (uint32_t seq = 0; seq < w->n_seqs; seq++) {
         uint32_t n_pages = sealed_pages(w, w->rows[w->picks[seq].row].pos), n_segments = (uint32_t)hsri_segments(n_pages, w->sink);
         hsri_ref index = upload(r, w->slabs[seq], (n_pages / w->shape.per_slab + 1) * LAYERS * KV_HEADS * 4);
+        hsri_ref strips = upload(r, w->strips[seq], (strips_of(w, n_pages) * LAYERS * KV_HEADS + 1) * 4);
 
         CHECK(n_segments <= MOST_SEGMENTS);
         for (uint32_t i = 0; i < n_segments * LAYERS * KV_HEADS; i++)
             w->records[seq][i] = (8 + seq) << 8 | i;
         for (uint32_t i = 0; i < n_segments * KV_HEADS; i++) {
-            hsri_cluster one = { .index = index, .first_page = w->sink + i / KV_HEADS * HSRI_SEGMENT_PAGES,
+            hsri_cluster one = { .index = index,
+                                 .strips = hsri_at(strips, i / KV_HEADS * HSRI_SEGMENT_STRIPS * LAYERS * KV_HEADS * 4), .first_page = w->sink + i / KV_HEADS * HSRI_SEGMENT_PAGES,
                                  .layer = LAYER, .head = (uint16_t)(i % KV_HEADS),
                                  .record = w->records[seq][(i / KV_HEADS * LAYERS + LAYER) * KV_HEADS + i % KV_HEADS],
                                  .index_shape = w->shape };
@@ -230,6 +255,7 @@ static void world_free(world *w)
 {
     for (uint32_t i = 0; i < w->n_seqs; i++) {
         free(w->slabs[i]);
+        free(w->strips[i]);
         free(w->pages[i]);
     }
     free(w->pool);
@@ -327,6 +353,8 @@ static result run_select(rig *r, const world *w, uint32_t pick0, uint32_t n_pick
                                                                        1 + sealed_pages(w,
                                                                                         w->rows[w->picks[i].row].pos) / w->shape.per_slab) *
                                               LAYERS * KV_HEADS * 4),
+                              .strips = upload(r, w->strips[i], (strips_of(w, sealed_pages(w, w->rows[w->picks[i].row].pos)) *
+                                                                 LAYERS * KV_HEADS + 1) * 4),
                               .clusters = upload(r, w->records[i], sizeof w->records[i]),
                               .sink_pages = w->sink, .window_pages = w->window, .index_shape = w->shape };
         settings[i] = w->settings[i];
@@ -392,8 +420,8 @@ static double log_mass(const world *w, uint32_t seq, uint32_t kv_head, uint32_t 
             selector = HSRI_SELECT_SKETCH;
         if (selector != HSRI_SELECT_SKETCH && selector != HSRI_SELECT_MINMAX && selector != HSRI_SELECT_GAUSSIAN)
             selector = HSRI_SELECT_MEAN;
-        return tokens_log_mass(&w->shape, entry_of(w, seq, kv_head, unit / 4), record_of(w, kv_head), selector, unit % 4, 0xffff, q,
-                               w->rotated + query * d, (double)w->scale);
+        return unit_log_mass(&w->shape, entry_of(w, seq, kv_head, unit / 4), codes_of(w, seq, kv_head, unit / 4), record_of(w, kv_head),
+                             selector, unit % 4, q, w->rotated + query * d, (double)w->scale);
     }
     float *v = malloc(64 * d * sizeof *v), *k = key_values(w, seq, kv_head, unit / 4, v);
 
@@ -919,23 +947,35 @@ static void test_nan(int32_t isa)
 /* A sequence of n pages, all of whose entries are copies of a few. */
 static world *bench_world(const hsri_kernels *kernels, uint32_t n_heads, uint32_t n_4bit, uint32_t n_2bit, uint32_t n_pages)
 {
-    scenario s = { "bench", HSRI_INDEX_SKETCH, 64, n_4bit, n_2bit, n_heads, 1, 8, HSRI_SELECT_SKETCH, 1, 64, 0, VIRTUAL, 0, { 64 * 80 }, 0,
+    scenario s = { "bench", HSRI_INDEX_SKETCH, 64, n_4bit, n_2bit, n_heads, 1, 8, HSRI_SELECT_SKETCH, 1, 64, 0, VIRTUAL, 0, { 64 * 100 }, 0,
                    3, 0 };
     world   *w = world_new(&s, kernels);
-    uint32_t n_slabs = n_pages / w->shape.per_slab + 1, n = n_slabs * LAYERS * KV_HEADS;
+    uint32_t n_slabs = n_pages / w->shape.per_slab + 1, n = n_slabs * LAYERS * KV_HEADS, slab_blocks = (n + SLABS - 1) / SLABS;
+    uint32_t strip_bytes = hsri_strip_slot_bytes(&w->shape), per_block = HSRI_BLOCK_BYTES / strip_bytes;
+    uint32_t n_strips = (strips_of(w, n_pages) + 1) * LAYERS * KV_HEADS;
+    uint32_t first = LAYER * KV_HEADS;      /* of the small world, the first slab and the first strip are full */
+    const uint8_t *slab = w->pool + (w->slabs[0][first] & 255) * HSRI_SLAB_BYTES;
+    const uint8_t *strip = w->pool + HSRI_BLOCK_BYTES + (uint64_t)(w->strips[0][first] & 255) * strip_bytes;
 
     w->rows[0].pos = (n_pages + 8) * 64;
     w->most_pages = n_pages;
     free(w->slabs[0]);
+    free(w->strips[0]);
     free(w->pages[0]);
     w->slabs[0] = calloc(n, sizeof(uint32_t));
+    w->strips[0] = calloc(n_strips, sizeof(uint32_t));
     w->pages[0] = calloc((n_pages + 9) * LAYERS * KV_HEADS, sizeof(uint32_t));
     for (uint32_t i = 0; i < n; i++)
-        w->slabs[0][i] = i / 16 << 8 | i % 16;
-    w->pool_bytes = (n / 16 + 1ull) * HSRI_BLOCK_BYTES;
+        w->slabs[0][i] = i / SLABS << 8 | i % SLABS;
+    for (uint32_t i = 0; i < n_strips; i++)
+        w->strips[0][i] = (slab_blocks + i / per_block) << 8 | i % per_block;
+    w->pool_bytes = (slab_blocks + n_strips / per_block + 1ull) * HSRI_BLOCK_BYTES;
     uint8_t *pool = hsri_new_aligned(w->pool_bytes, 1);
-    for (uint32_t i = 0; i < n; i++)      /* the first slab of the small world is full of entries */
-        memcpy(pool + i * HSRI_SLAB_BYTES, w->pool + 15 * HSRI_SLAB_BYTES - (LAYER * KV_HEADS) * HSRI_SLAB_BYTES, HSRI_SLAB_BYTES);
+    for (uint32_t i = 0; i < n; i++)
+        memcpy(pool + (uint64_t)i * HSRI_SLAB_BYTES, slab, HSRI_SLAB_BYTES);
+    for (uint32_t i = 0; i < n_strips; i++)
+        memcpy(pool + (slab_blocks + i / per_block) * (uint64_t)HSRI_BLOCK_BYTES + (uint64_t)(i % per_block) * strip_bytes, strip,
+               strip_bytes);
     free(w->pool);
     w->pool = pool;
     return w;
@@ -944,17 +984,19 @@ static world *bench_world(const hsri_kernels *kernels, uint32_t n_heads, uint32_
 /* Nanoseconds of one call of the scoring kernel for each (token, kv head), the best of many passes over all pages. */
 static double time_score(const world *w, const hsri_kernels *kernels, uint32_t n_pages)
 {
-    const uint8_t **entries = malloc(n_pages * sizeof *entries);
+    const uint8_t **entries = malloc(n_pages * sizeof *entries), **codes = malloc(n_pages * sizeof *codes);
     float          *mass = malloc(group_of(w) * n_pages * 4 * sizeof *mass), references[64] = { 0 };
     double          best = 1e30;
 
-    for (uint32_t i = 0; i < n_pages; i++)
-        entries[i] = entry_of(w, 0, 0, i);
+    for (uint32_t i = 0; i < n_pages; i++) {
+        entries[i] = entry_of(w, 0, 0, w->sink + i);
+        codes[i] = codes_of(w, 0, 0, w->sink + i);
+    }
     for (uint32_t pass = 0; pass < 5 + 20000 / n_pages; pass++) {
         uint64_t start = hsri_now_ns();
 
         for (uint32_t p = 0; p < n_pages; p += HSRI_SCORE_PAGES) {
-            hsri_score_args a = { .entries = entries + p, .n_pages = (uint32_t)hsri_min(HSRI_SCORE_PAGES, n_pages - p),
+            hsri_score_args a = { .entries = entries + p, .codes = codes + p, .n_pages = (uint32_t)hsri_min(HSRI_SCORE_PAGES, n_pages - p),
                                   .n_heads = group_of(w), .shape = &w->shape,
                                   .scale = w->scale, .queries = w->queries, .rotated = w->queries, .reference = references,
                                   .mean_k = record_of(w, 0) + 2 * w->d * w->d, .mass = mass + 4 * p, .mass_stride = n_pages * 4 };
@@ -964,6 +1006,7 @@ static double time_score(const world *w, const hsri_kernels *kernels, uint32_t n
         best = fmin(best, (double)(hsri_now_ns() - start) / n_pages / 64);
     }
     free(entries);
+    free(codes);
     free(mass);
     return best;
 }
@@ -976,6 +1019,7 @@ static double time_select(const world *w, int32_t isa, int32_t n_threads)
                         .calibration = upload(&r, w->calibration, LAYERS * KV_HEADS * hsri_calibration_floats(d) * sizeof(float)) };
     hsri_seq     seq = { .sealed = upload(&r, w->pages[0], 4), .index = upload(&r, w->slabs[0],
                                                                                (n_pages / w->shape.per_slab + 1) * LAYERS * KV_HEADS * 4),
+                         .strips = upload(&r, w->strips[0], (strips_of(w, n_pages) + 1) * LAYERS * KV_HEADS * 4),
                          .sink_pages = w->sink, .window_pages = w->window, .index_shape = w->shape };
     hsri_batch   batch = { .n_rows = 1, .n_seqs = 1, .rows = upload(&r, w->rows, sizeof *w->rows), .seqs = upload(&r, &seq, sizeof seq) };
     hsri_ref     queries = upload(&r, w->queries, w->n_heads * d * 4), acc = upload(&r, w->acc, w->n_heads * (d + 2) * 4);
@@ -1012,7 +1056,7 @@ static int bench(int32_t n_threads, int32_t isa)
                 world *w = bench_world(&kernels, groups[g] * KV_HEADS, shapes[s].n_4bit, shapes[s].n_2bit, tokens[t] / 64);
                 double score = time_score(w, &kernels, tokens[t] / 64);
 
-                printf("  %3uK %.2f (%.1f GB/s) %.2f", tokens[t] / 1024, score, w->shape.entry_bytes / 64.0 / score,
+                printf("  %3uK %.2f (%.1f GB/s) %.2f", tokens[t] / 1024, score, (w->shape.entry_bytes + w->shape.code_bytes) / 64.0 / score,
                        time_select(w, isa, n_threads));
                 fflush(stdout);
                 world_free(w);

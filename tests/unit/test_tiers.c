@@ -115,7 +115,7 @@ typedef struct setup {
 } setup;
 
 /* A session of the longest kind needs 64 blocks of encoded pages, and some 15 blocks of plain ones. */
-static const setup squeezed = { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_INT8, 2, 2, 8, 36, 128 * MIB, 2, 20000, HSRI_IO_AUTO, 0, 0, 0 };
+static const setup squeezed = { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_INT8, 2, 2, 2, 36, 128 * MIB, 2, 20000, HSRI_IO_AUTO, 0, 0, 0 };
 
 static void world_init(world *w, const setup *s)
 {

@@ -16,7 +16,7 @@
 
 /* What a worker needs for a segment. */
 typedef struct segment {
-    const uint8_t *entries[HSRI_SEGMENT_PAGES];
+    const uint8_t *entries[HSRI_SEGMENT_PAGES], *codes[HSRI_SEGMENT_PAGES];
     const hsri_index_shape *shape;
     hsri_cluster_layout at;
     uint32_t n;                                                  /* components: at.n */
@@ -123,10 +123,9 @@ static void fill_levels(const segment *s, uint32_t p, uint32_t c, int8_t *levels
 /* Component c of the tokens of page p. Codes are laid out as docs/sparse-attention.md says. */
 static void put_component(segment *s, uint32_t p, uint32_t c)
 {
-    hsri_index_layout at = hsri_index_layout_of(s->shape);
     bool              wide = c < s->shape->n_4bit;
     uint32_t          i = wide ? c : c - s->shape->n_4bit, bits = wide ? 4 : 2, in_set = i % (32 / bits), shift = in_set / 4 * bits;
-    const uint8_t    *sets = s->entries[p] + at.codes + (wide ? 0 : HSRI_PAGE_TOKENS * s->shape->n_4bit / 2);
+    const uint8_t    *sets = s->codes[p] + (wide ? 0 : HSRI_PAGE_TOKENS * s->shape->n_4bit / 2);
     const uint8_t    *codes = sets + i / (32 / bits) * 256 + in_set % 4;
     int8_t            levels[16] = { 0 }, *points = s->points + (uint64_t)p * HSRI_PAGE_TOKENS * s->n + c;
 
@@ -370,13 +369,16 @@ typedef struct cluster_job {
 
 static void find_entries(const cluster_job *job, const hsri_cluster *one, segment *s)
 {
-    const uint32_t *slabs = (const uint32_t *)hsri_cpu_at(job->dev, one->index, 0) + (uint64_t)one->layer * job->kv->n_kv_heads + one->head;
-    uint64_t        stride = (uint64_t)job->kv->n_layers * job->kv->n_kv_heads;
+    const uint64_t  list = (uint64_t)one->layer * job->kv->n_kv_heads + one->head, stride = (uint64_t)job->kv->n_layers * job->kv->n_kv_heads;
+    const uint32_t *slabs = (const uint32_t *)hsri_cpu_at(job->dev, one->index, 0) + list;
+    const uint32_t *strips = (const uint32_t *)hsri_cpu_at(job->dev, one->strips, 0) + list;
 
     for (uint32_t p = 0; p < HSRI_SEGMENT_PAGES; p++) {
-        uint32_t page = one->first_page + p, slab = slabs[page / s->shape->per_slab * stride];
+        uint32_t page = one->first_page + p, slab = slabs[page / s->shape->per_slab * stride], strip = strips[p / HSRI_STRIP_PAGES * stride];
 
         s->entries[p] = hsri_slot_at(job->pool, slab, HSRI_SLAB_BYTES) + (uint64_t)(page % s->shape->per_slab) * s->shape->entry_bytes;
+        s->codes[p] = hsri_slot_at(job->pool, strip, hsri_strip_slot_bytes(s->shape)) +
+                      (uint64_t)(p % HSRI_STRIP_PAGES) * s->shape->code_bytes;
     }
 }
 

@@ -284,7 +284,7 @@ static void score_page_sketch(const hsri_score_args *a, const hsri_index_layout 
     for (uint32_t c = 0; c < n; c += SKETCH_BLOCK) {
         uint32_t n_block = n - c < SKETCH_BLOCK ? n - c : SKETCH_BLOCK;
 
-        unpack_components(a->shape, entry + at->codes, c, n_block, components);
+        unpack_components(a->shape, a->codes[page], c, n_block, components);
         add_components(a, h0, n_heads, entry + at->scales, c, n_block, components, logits);
     }
     for (uint32_t h = 0; h < n_heads; h++) {

@@ -149,12 +149,12 @@ static void put_codes(const float *z, float scale, uint32_t c, uint32_t bits, ui
 
 /* scratch: keys[d][64], then one component */
 static bool put_sketch(const hsri_index_shape *shape, const hsri_calibration_record *calibration, const float *k, const float *mean,
-                       uint8_t *entry, float *scratch)
+                       uint8_t *entry, uint8_t *codes, float *scratch)
 {
     hsri_index_layout at = hsri_index_layout_of(shape);
     uint32_t          d = shape->head_dim, n = shape->n_4bit + shape->n_2bit;
     float            *keys = scratch, *z = keys + (uint64_t)HSRI_PAGE_TOKENS * d;
-    uint8_t          *codes_2bit = entry + at.codes + HSRI_PAGE_TOKENS * shape->n_4bit / 2;
+    uint8_t          *codes_2bit = codes + HSRI_PAGE_TOKENS * shape->n_4bit / 2;
 
     for (uint32_t t = 0; t < HSRI_PAGE_TOKENS; t++)
         for (uint32_t i = 0; i < d; i++)
@@ -170,7 +170,7 @@ static bool put_sketch(const hsri_index_shape *shape, const hsri_calibration_rec
         half = to_f16(choose_scale(z, wide ? 7.5f : 1.5f));
         scale = hsri_f16_to_f32(half);
         memcpy(entry + at.scales + c * sizeof half, &half, sizeof half);
-        put_codes(z, scale, wide ? c : c - shape->n_4bit, wide ? 4 : 2, wide ? entry + at.codes : codes_2bit);
+        put_codes(z, scale, wide ? c : c - shape->n_4bit, wide ? 4 : 2, wide ? codes : codes_2bit);
     }
     return true;
 }
@@ -219,8 +219,7 @@ static void put_variances(const hsri_index_shape *shape, const float *k, const f
 }
 
 static void encode(const hsri_index_shape *shape, const hsri_calibration_record *calibration, const float *k, const float *v,
-                   uint8_t *entry,
-                   float *scratch)
+                   uint8_t *entry, uint8_t *codes, float *scratch)
 {
     hsri_index_layout at = hsri_index_layout_of(shape);
     uint32_t          d = shape->head_dim;
@@ -230,12 +229,14 @@ static void encode(const hsri_index_shape *shape, const hsri_calibration_record 
     const float       lost = NAN;
 
     memset(entry, 0, shape->entry_bytes);
+    if (sketch)
+        memset(codes, 0, shape->code_bytes);
     mean_of(v, d, mean);
     put_mean(mean, sketch ? calibration->mean_v : NULL, d, work, (int8_t *)entry + at.mean_v, entry + sizeof(float));
     mean_of(k, d, mean);
     put_mean(mean, sketch ? calibration->mean_k : NULL, d, work, (int8_t *)entry + at.mean_k, entry);
     if (good && sketch)
-        good = put_sketch(shape, calibration, k, mean, entry, work);
+        good = put_sketch(shape, calibration, k, mean, entry, codes, work);
     else if (good && shape->kind == HSRI_INDEX_MINMAX)
         put_bounds(shape, k, entry);
     else if (good)

@@ -76,10 +76,14 @@ void hsri_cpu_index_page(const hsri_cpu_device *dev, const hsri_kv_view *kv, con
 {
     const hsri_index_shape *shape = &seal->index_shape;
     hsri_calibration_record calibration = hsri_cpu_calibration(dev, kv, seal->layer, seal->head);
-    uint8_t                *slab = slab_at(hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0), seal->slab);
+    uint8_t                *pool = hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0);
+    uint8_t                *entry = slab_at(pool, seal->slab) + (uint64_t)(seal->page % shape->per_slab) * shape->entry_bytes;
+    uint8_t                *codes = NULL;
 
     assert(shape->kind != HSRI_INDEX_SKETCH || calibration.a);
-    dev->kernels.sparse.encode(shape, &calibration, k, v, slab + (uint64_t)(seal->page % shape->per_slab) * shape->entry_bytes, scratch);
+    if (shape->kind == HSRI_INDEX_SKETCH)
+        codes = hsri_slot_at(pool, seal->strip, hsri_strip_slot_bytes(shape)) + (uint64_t)seal->in_strip * shape->code_bytes;
+    dev->kernels.sparse.encode(shape, &calibration, k, v, entry, codes, scratch);
 }
 
 /* ---- the scratch ---- */
@@ -133,6 +137,15 @@ const uint8_t *hsri_cpu_index_entry(const select_job *job, const hsri_seq *seq, 
 
     return slab_at(hsri_cpu_at(job->dev, (hsri_ref){ .buf = job->kv->pool_buf }, 0), slab) +
            (uint64_t)(page % seq->index_shape.per_slab) * seq->index_shape.entry_bytes;
+}
+
+const uint8_t *hsri_cpu_index_codes(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page)
+{
+    const uint32_t *strips = hsri_cpu_at(job->dev, seq->strips, 0), i = page - seq->sink_pages;
+    uint64_t        row = (uint64_t)(i / HSRI_STRIP_PAGES) * job->kv->n_layers + job->layer;
+
+    return hsri_slot_at(hsri_cpu_at(job->dev, (hsri_ref){ .buf = job->kv->pool_buf }, 0), strips[row * job->kv->n_kv_heads + kv_head],
+                        hsri_strip_slot_bytes(&seq->index_shape)) + (uint64_t)(i % HSRI_STRIP_PAGES) * seq->index_shape.code_bytes;
 }
 
 /* Entries of n pages of a list from `first` on; without an index they stay unset. */
@@ -210,7 +223,7 @@ void hsri_cpu_score_chunk(const select_job *job, const chunk *c, uint32_t row, u
     const pick_state *p = c->pick;
     const uint64_t    at = ((uint64_t)row * job->n_heads + head) * job->kv->head_dim;
     float             references[HSRI_ATTEND_MAX_QUERIES];
-    hsri_score_args   a = { .entries = c->entries, .n_pages = c->n_pages, .n_heads = n_heads, .shape = &p->seq->index_shape,
+    hsri_score_args   a = { .entries = c->entries, .codes = c->codes, .n_pages = c->n_pages, .n_heads = n_heads, .shape = &p->seq->index_shape,
                             .scale = job->scale, .queries = job->queries + at, .rotated = job->rotated ? job->rotated + at : NULL,
                             .reference = references, .mean_k = p->seq->index_shape.kind == HSRI_INDEX_SKETCH ? c->calibration.mean_k : NULL,
                             .mass = out->mass, .mass_stride = out->stride };
@@ -265,6 +278,8 @@ static void score_pages(const select_job *job, chunk *c, uint32_t i)
     c->n_pages = (uint32_t)hsri_min(HSRI_SCORE_PAGES, l.n_pages - c->at);
     c->calibration = hsri_cpu_calibration(job->dev, job->kv, job->layer, c->kv_head);
     find_entries(job, p, c->kv_head, &l, c->at, c->n_pages, c->entries);
+    for (uint32_t j = 0; j < c->n_pages && hsri_cpu_reads_codes(p); j++)
+        c->codes[j] = hsri_cpu_index_codes(job, p->seq, c->kv_head, page_at(&l, c->at + j));
     for (uint32_t vote = 0; vote < c->pick->n_votes; vote++)
         score_vote(job, c, vote);
 }

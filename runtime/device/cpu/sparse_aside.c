@@ -45,6 +45,8 @@ static uint32_t gather(const select_job *job, const uint32_t *units, uint32_t n,
 
         if (page != last && c->n_pages == HSRI_SCORE_PAGES)
             break;
+        if (page != last && hsri_cpu_reads_codes(c->pick))
+            c->codes[c->n_pages] = hsri_cpu_index_codes(job, c->pick->seq, c->kv_head, page);
         if (page != last)
             c->entries[c->n_pages++] = hsri_cpu_index_entry(job, c->pick->seq, c->kv_head, page);
         last = page;

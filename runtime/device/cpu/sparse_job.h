@@ -178,7 +178,7 @@ typedef struct chunk {
     const pick_state *pick;
     uint32_t kv_head, first, n_pages;   /* first: among the selectable pages */
     uint32_t at, part;                  /* where its masses begin in the page list, and which of the parts is scored together it is */
-    const uint8_t *entries[HSRI_SCORE_PAGES];
+    const uint8_t *entries[HSRI_SCORE_PAGES], *codes[HSRI_SCORE_PAGES];
     hsri_calibration_record calibration;
     float   *scratch;
 } chunk;
@@ -196,6 +196,14 @@ typedef struct chunk_masses {
 void hsri_cpu_score_chunk(const select_job *job, const chunk *c, uint32_t row, uint32_t head, uint32_t n_heads, const chunk_masses *out);
 
 const uint8_t *hsri_cpu_index_entry(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page);
+const uint8_t *hsri_cpu_index_codes(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page);
+
+/* Are logits estimated from the components of sketches? */
+static inline bool hsri_cpu_reads_codes(const pick_state *p)
+{
+    return p->seq->index_shape.kind == HSRI_INDEX_SKETCH &&
+           (p->settings->selector == HSRI_SELECT_SKETCH || p->settings->selector == HSRI_SELECT_CLUSTER);
+}
 
 /* ---- sparse_aside.c ---- */
 

@@ -23,6 +23,7 @@
 /* What the scoring kernels read and write. Heads are the query heads of one kv head. */
 typedef struct hsri_score_args {
     const uint8_t *const *entries;  /* [n_pages] index entries, 64-byte aligned */
+    const uint8_t *const *codes;    /* [n_pages] components, 64-byte aligned: the sketch alone */
     uint32_t        n_pages;        /* at most HSRI_SCORE_PAGES */
     uint32_t        n_heads;
     const hsri_index_shape *shape;
@@ -41,17 +42,13 @@ typedef void (*hsri_score_fn)(const hsri_score_args *a);
 typedef struct hsri_index_layout {
     uint32_t mean_k, mean_v;        /* int8[d] */
     uint32_t scales;                /* SKETCH: float16[n_4bit + n_2bit]. Others: one float */
-    uint32_t codes;                 /* SKETCH: the codes. MINMAX: int8[4 units][2][d]. GAUSSIAN: uint8[d] */
+    uint32_t codes;                 /* MINMAX: int8[4 units][2][d]. GAUSSIAN: uint8[d]. SKETCH has its own apart */
 } hsri_index_layout;
 
 static inline hsri_index_layout hsri_index_layout_of(const hsri_index_shape *s)
 {
     uint32_t d = s->head_dim, means = 2 * (uint32_t)sizeof(float), rest = means + 2 * d;
-    uint32_t code_bytes = HSRI_PAGE_TOKENS * (4 * s->n_4bit + 2 * s->n_2bit) / 8;
 
-    /* Codes of the sketch at the end: they fill whole cache lines. */
-    if (s->kind == HSRI_INDEX_SKETCH)
-        return (hsri_index_layout){ means, means + d, rest, s->entry_bytes - code_bytes };
     return (hsri_index_layout){ means, means + d, rest, rest + (uint32_t)sizeof(float) };
 }
 
@@ -63,10 +60,10 @@ static inline uint32_t hsri_sketch_token(uint32_t line, uint32_t lane)
 }
 
 typedef struct hsri_sparse_kernels {
-    /* entry of a page of keys k[64][d] and values v[64][d]; the sketch needs the calibration. Every level has the same bits. */
+    /* entry of a page of keys k[64][d] and values v[64][d]; the sketch needs the calibration and has codes. Every level has the same
+     * bits. */
     void (*encode)(const hsri_index_shape *shape, const hsri_calibration_record *calibration, const float *k, const float *v,
-                   uint8_t *entry,
-                   float *scratch /* hsri_index_scratch floats */);
+                   uint8_t *entry, uint8_t *codes, float *scratch /* hsri_index_scratch floats */);
     /* masses of the units of some pages, by what the entry says */
     hsri_score_fn score_sketch, score_minmax, score_gaussian, score_mean;
     /* masses from the keys themselves, k[64][d] of each page */

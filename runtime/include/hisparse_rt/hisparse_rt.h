@@ -568,7 +568,7 @@ typedef struct hsr_session_stats {
     int32_t    running;         /* nonzero while a request runs */
     int32_t    index_kind;      /* HSR_INDEX_* in use */
     int32_t    profile;         /* in use */
-    uint64_t   index_bytes;     /* bytes of index slabs held */
+    uint64_t   index_bytes;     /* held by the index */
     uint64_t   sparse_rows;     /* rows computed with a selection of their own (decode rows) */
     double     covered;         /* estimated share of the attention mass that the last such row attended, mean over layers and heads;
                                    NaN: none yet */

@@ -229,7 +229,7 @@ static inline __m512 exp2_16(__m512 x)
 }
 
 /* Sums over tokens of the masses of n heads; sums[h] lane 4u + i is a part of unit u's. */
-INLINE void page_sums(const sketch_shape *s, const uint8_t *entry, const page_work *work, uint32_t n, __m512 *sums)
+INLINE void page_sums(const sketch_shape *s, const uint8_t *page_codes, const page_work *work, uint32_t n, __m512 *sums)
 {
     const __m512i low4 = _mm512_set1_epi8(15), low2 = _mm512_set1_epi8(3);
     __m512        sum[HEADS];
@@ -237,7 +237,7 @@ INLINE void page_sums(const sketch_shape *s, const uint8_t *entry, const page_wo
     UNROLL for (uint32_t h = 0; h < n; h++)
         sum[h] = _mm512_setzero_ps();
     for (uint32_t line = 0; line < HSRI_PAGE_UNITS; line++) {
-        const uint8_t *codes = entry + s->at.codes + line * 64;
+        const uint8_t *codes = page_codes + line * 64;
         __m512i        acc[HEADS];
         uint32_t       quad = 0;
 
@@ -285,7 +285,7 @@ static inline void store_masses(const hsri_score_args *a, const __m512 *sums, ui
 }
 
 #define SUMS_CASE(count) \
-    case count: page_sums(s, entry, &work, count, sums); break;
+    case count: page_sums(s, a->codes[page], &work, count, sums); break;
 
 /* Heads [h0, h0 + n) of the call, which are `heads`, and one page. */
 static void score_page(const sketch_shape *s, const hsri_score_args *a, const sketch_heads *heads, uint32_t h0, uint32_t n, uint32_t page,
@@ -303,7 +303,7 @@ static void score_page(const sketch_shape *s, const hsri_score_args *a, const sk
     while ((h += 4) < n);
     switch (n) {
     SUMS_CASE(1) SUMS_CASE(2) SUMS_CASE(3) SUMS_CASE(4) SUMS_CASE(5) SUMS_CASE(6) SUMS_CASE(7)
-    default: page_sums(s, entry, &work, 8, sums); break;
+    default: page_sums(s, a->codes[page], &work, 8, sums); break;
     }
     for (h = n; h % 4; h++)
         sums[h] = _mm512_setzero_ps();
