@@ -204,7 +204,8 @@ hsr_status hsri_cache_grow_tables(hsri_cache *cache, uint64_t n_pages, uint64_t 
 /* Move all layers and heads of a page, or none. */
 hsr_status hsri_move_page(hsri_cache *cache, uint64_t page, hsri_page_event event, hsr_error *err);
 
-/* Slots for the encoded forms, index entries, components and cluster records of pages below `end`, and space for the lists: the part that may fail. */
+/* Slots for the encoded forms, index entries, components and cluster records of pages below `end`, and space for the lists: the part
+ * that may fail. */
 hsr_status hsri_encode_take(hsri_cache *cache, uint64_t end, hsr_error *err);
 
 /* Enqueue the encoding of pages [encoded.done, end), and then the clusters of the segments that they fill. */

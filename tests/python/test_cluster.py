@@ -43,8 +43,9 @@ def tail(session: hs.Session, n: int = LENGTH) -> np.ndarray:
     return np.concatenate([session.logits([i]) for i in IDS[n - TAIL : n]])
 
 
-def run(path, selector: str, n: int = LENGTH, profile=None, **load) -> np.ndarray:
-    with hs.load(path, **{"threads": 2, **load}) as model, model.session(profile=profile or profile_of(selector), **OPTIONS) as session:
+def run(path, selector: str, n: int = LENGTH, profile=None, index="auto", **load) -> np.ndarray:
+    options = {"profile": profile or profile_of(selector), "index": index, **OPTIONS}
+    with hs.load(path, **{"threads": 2, **load}) as model, model.session(**options) as session:
         return tail(session, n)
 
 
@@ -66,7 +67,12 @@ def test_close_to_sketch_beyond(path, want):
 
 def test_candidates_for_everything_are_sketch(path):
     wide = profile_of("cluster", candidates=1 << 20)
-    assert np.array_equal(run(path, "cluster", 9000, profile=wide), run(path, "sketch", 9000))
+    flat = run(path, "sketch", 9000, index="cluster")
+    assert np.array_equal(run(path, "cluster", 9000, profile=wide), flat)
+    entries = run(path, "sketch", 9000)
+    assert not np.array_equal(flat, entries), "beyond a segment the records are read, not the sketches of pages"
+    window = run(path, "sketch", 9000, profile=profile_of("sketch", budget=16, virtual_tokens=False, forced_history=0))
+    assert np.abs(flat - entries).mean() < 0.5 * np.abs(window - entries).mean()
 
 
 @pytest.mark.parametrize("load", [{"threads": 1}, {"chunk": 192}, {"debug_async": True}, {"max_batch": 128}],

@@ -369,12 +369,13 @@ typedef struct cluster_job {
 
 static void find_entries(const cluster_job *job, const hsri_cluster *one, segment *s)
 {
-    const uint64_t  list = (uint64_t)one->layer * job->kv->n_kv_heads + one->head, stride = (uint64_t)job->kv->n_layers * job->kv->n_kv_heads;
+    const uint64_t  stride = (uint64_t)job->kv->n_layers * job->kv->n_kv_heads, list = (uint64_t)one->layer * job->kv->n_kv_heads + one->head;
     const uint32_t *slabs = (const uint32_t *)hsri_cpu_at(job->dev, one->index, 0) + list;
     const uint32_t *strips = (const uint32_t *)hsri_cpu_at(job->dev, one->strips, 0) + list;
 
     for (uint32_t p = 0; p < HSRI_SEGMENT_PAGES; p++) {
-        uint32_t page = one->first_page + p, slab = slabs[page / s->shape->per_slab * stride], strip = strips[p / HSRI_STRIP_PAGES * stride];
+        uint32_t page = one->first_page + p, slab = slabs[page / s->shape->per_slab * stride];
+        uint32_t strip = strips[p / HSRI_STRIP_PAGES * stride];
 
         s->entries[p] = hsri_slot_at(job->pool, slab, HSRI_SLAB_BYTES) + (uint64_t)(page % s->shape->per_slab) * s->shape->entry_bytes;
         s->codes[p] = hsri_slot_at(job->pool, strip, hsri_strip_slot_bytes(s->shape)) +

@@ -129,7 +129,7 @@ static void place_scratch(select_job *job, float *scratch, uint32_t n_votes, uin
                                n_votes);
 }
 
-const uint8_t *hsri_cpu_index_entry(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page)
+static const uint8_t *entry_at(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page)
 {
     const uint32_t *slabs = hsri_cpu_at(job->dev, seq->index, 0);
     uint64_t        row = (uint64_t)(page / seq->index_shape.per_slab) * job->kv->n_layers + job->layer;
@@ -139,7 +139,7 @@ const uint8_t *hsri_cpu_index_entry(const select_job *job, const hsri_seq *seq, 
            (uint64_t)(page % seq->index_shape.per_slab) * seq->index_shape.entry_bytes;
 }
 
-const uint8_t *hsri_cpu_index_codes(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page)
+static const uint8_t *codes_at(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page)
 {
     const uint32_t *strips = hsri_cpu_at(job->dev, seq->strips, 0), i = page - seq->sink_pages;
     uint64_t        row = (uint64_t)(i / HSRI_STRIP_PAGES) * job->kv->n_layers + job->layer;
@@ -148,12 +148,26 @@ const uint8_t *hsri_cpu_index_codes(const select_job *job, const hsri_seq *seq, 
                         hsri_strip_slot_bytes(&seq->index_shape)) + (uint64_t)(i % HSRI_STRIP_PAGES) * seq->index_shape.code_bytes;
 }
 
+void hsri_cpu_add_page(const select_job *job, chunk *c, uint32_t page)
+{
+    const hsri_seq *seq = c->pick->seq;
+    const uint32_t  n = c->n_pages++;
+
+    c->pages[n] = page - c->pick->first_page;
+    if (seq->index_shape.kind != HSRI_INDEX_NONE)
+        c->entries[n] = entry_at(job, seq, c->kv_head, page);
+    if (c->pages[n] < c->pick->n_recorded)
+        c->n_recorded++;
+    else if (hsri_cpu_reads_codes(c->pick))
+        c->codes[n] = codes_at(job, seq, c->kv_head, page);
+}
+
 /* Entries of n pages of a list from `first` on; without an index they stay unset. */
 static void find_entries(const select_job *job, const pick_state *p, uint32_t kv_head, const page_list *l, uint32_t first, uint32_t n,
                          const uint8_t **entries)
 {
     for (uint32_t i = 0; i < n && p->seq->index_shape.kind != HSRI_INDEX_NONE; i++)
-        entries[i] = hsri_cpu_index_entry(job, p->seq, kv_head, page_at(l, first + i));
+        entries[i] = entry_at(job, p->seq, kv_head, page_at(l, first + i));
 }
 
 /* ---- score ---- */
@@ -180,7 +194,7 @@ static void score_exactly(const select_job *job, const chunk *c, hsri_score_args
 
     a.n_pages = 1;
     for (uint32_t i = 0; i < c->n_pages; i++, a.mass += HSRI_PAGE_UNITS) {
-        hsri_cpu_page_decode(&job->dev->kernels, seq->format, hsri_page_at(&pages, c->pick->first_page + c->first + i), job->kv->head_dim,
+        hsri_cpu_page_decode(&job->dev->kernels, seq->format, hsri_page_at(&pages, c->pick->first_page + c->pages[i]), job->kv->head_dim,
                              &c->calibration, c->scratch, values);
         job->dev->kernels.sparse.score_keys(&a, &keys);
     }
@@ -188,12 +202,20 @@ static void score_exactly(const select_job *job, const chunk *c, hsri_score_args
 
 static void score_heads(const select_job *job, const chunk *c, const hsri_score_args *a)
 {
-    uint32_t selector = c->pick->settings->selector;
+    uint32_t        selector = c->pick->settings->selector;
+    hsri_score_args behind = *a;
 
-    if (selector == HSRI_SELECT_ORACLE)
+    if (selector == HSRI_SELECT_ORACLE) {
         score_exactly(job, c, *a);
-    else
-        score_of(&job->dev->kernels.sparse, selector)(a);
+        return;
+    }
+    hsri_cpu_score_recorded(job, c, a);
+    behind.entries += c->n_recorded;
+    behind.codes += c->n_recorded;
+    behind.n_pages -= c->n_recorded;
+    behind.mass += (uint64_t)c->n_recorded * HSRI_PAGE_UNITS;
+    if (behind.n_pages)
+        score_of(&job->dev->kernels.sparse, selector)(&behind);
 }
 
 /* Score one head again, and again, until its masses are within their range; returns by how much the reference was raised. *sum: of the
@@ -223,8 +245,8 @@ void hsri_cpu_score_chunk(const select_job *job, const chunk *c, uint32_t row, u
     const pick_state *p = c->pick;
     const uint64_t    at = ((uint64_t)row * job->n_heads + head) * job->kv->head_dim;
     float             references[HSRI_ATTEND_MAX_QUERIES];
-    hsri_score_args   a = { .entries = c->entries, .codes = c->codes, .n_pages = c->n_pages, .n_heads = n_heads, .shape = &p->seq->index_shape,
-                            .scale = job->scale, .queries = job->queries + at, .rotated = job->rotated ? job->rotated + at : NULL,
+    hsri_score_args   a = { .entries = c->entries, .codes = c->codes, .n_pages = c->n_pages, .n_heads = n_heads,
+                            .shape = &p->seq->index_shape, .scale = job->scale, .queries = job->queries + at, .rotated = job->rotated ? job->rotated + at : NULL,
                             .reference = references, .mean_k = p->seq->index_shape.kind == HSRI_INDEX_SKETCH ? c->calibration.mean_k : NULL,
                             .mass = out->mass, .mass_stride = out->stride };
 
@@ -272,14 +294,11 @@ static void score_pages(const select_job *job, chunk *c, uint32_t i)
 
     c->part = p->n_segments + i;
     c->at = l.n_clustered + i * HSRI_SCORE_PAGES;
-    c->first = p->n_segments * HSRI_SEGMENT_PAGES + i * HSRI_SCORE_PAGES;
     if (c->at >= l.n_pages)
         return;
-    c->n_pages = (uint32_t)hsri_min(HSRI_SCORE_PAGES, l.n_pages - c->at);
     c->calibration = hsri_cpu_calibration(job->dev, job->kv, job->layer, c->kv_head);
-    find_entries(job, p, c->kv_head, &l, c->at, c->n_pages, c->entries);
-    for (uint32_t j = 0; j < c->n_pages && hsri_cpu_reads_codes(p); j++)
-        c->codes[j] = hsri_cpu_index_codes(job, p->seq, c->kv_head, page_at(&l, c->at + j));
+    for (uint32_t page = c->at; page < hsri_min(c->at + HSRI_SCORE_PAGES, l.n_pages); page++)
+        hsri_cpu_add_page(job, c, page_at(&l, page));
     for (uint32_t vote = 0; vote < c->pick->n_votes; vote++)
         score_vote(job, c, vote);
 }
@@ -342,7 +361,7 @@ static void weigh_units(const choice *c)
         }
     }
     /* Where clusters say what is looked at, units without such tokens do not compete. */
-    for (uint32_t u = 0; u < c->pages.n_clustered * HSRI_PAGE_UNITS; u++)
+    for (uint32_t u = 0; u < c->pages.n_clustered * HSRI_PAGE_UNITS && !c->p->all_clusters; u++)
         worth[u] = worth[u] > 0.0f ? worth[u] : HSRI_NO_WORTH;
 }
 
@@ -761,7 +780,9 @@ static pick_state describe_pick(const select_job *job, uint32_t i)
     p.virtual_tokens = p.n_rows == 1 && p.n_pages > 0 && index && (p.settings->flags & HSRI_SPARSE_VIRTUAL) &&
                        p.settings->selector != HSRI_SELECT_MINMAX;
     p.budget = budget_of(&p, &p.slice_units);
-    p.n_segments = hsri_cpu_cluster_segments(&p, p.budget);
+    p.n_recorded = hsri_cpu_recorded_pages(&p);
+    p.n_segments = p.n_recorded / HSRI_SEGMENT_PAGES;
+    p.all_clusters = hsri_cpu_takes_all_clusters(&p);
     if (p.settings->scan_pages && p.n_rows == 1 && p.n_pages > 0 && index)
         p.scan = (uint32_t *)hsri_cpu_at(job->dev, p.settings->scan, 0) +
                  hsri_scan_at(job->kv->n_kv_heads, job->n_heads, p.settings->scan_pages, job->layer, 0);

@@ -39,16 +39,14 @@ static uint32_t gather(const select_job *job, const uint32_t *units, uint32_t n,
     uint32_t last = UINT32_MAX, i;
 
     memset(l, 0, sizeof *l);
-    c->n_pages = 0;
+    c->n_pages = c->n_recorded = 0;
     for (i = from; i < n; i++) {
         const uint32_t unit = units[i] & ~HSRI_UNIT_AWAY, page = unit / HSRI_PAGE_UNITS;
 
         if (page != last && c->n_pages == HSRI_SCORE_PAGES)
             break;
-        if (page != last && hsri_cpu_reads_codes(c->pick))
-            c->codes[c->n_pages] = hsri_cpu_index_codes(job, c->pick->seq, c->kv_head, page);
         if (page != last)
-            c->entries[c->n_pages++] = hsri_cpu_index_entry(job, c->pick->seq, c->kv_head, page);
+            hsri_cpu_add_page(job, c, page);
         last = page;
         (units[i] & HSRI_UNIT_AWAY ? l->away : l->kept)[c->n_pages - 1] |= (uint8_t)(1u << unit % HSRI_PAGE_UNITS);
     }

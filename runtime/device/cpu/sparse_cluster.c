@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Clusters before tokens (docs/sparse-attention.md): which tokens of whole segments `select` looks at. Four loops:
+/* Clusters before tokens (docs/sparse-attention.md): which tokens of whole segments `select` looks at, and their masses, which come from
+ * the segments' records alone. Four loops:
  *
  *   survey   masses of all clusters, for each voting row and head; items are segments of kv heads
  *   weigh    what they are worth together; items are segments of kv heads
@@ -20,15 +21,15 @@
 
 #define CLUSTERS HSRI_SEGMENT_CLUSTERS
 
-uint32_t hsri_cpu_cluster_segments(const pick_state *p, uint64_t budget)
+uint32_t hsri_cpu_recorded_pages(const pick_state *p)
 {
-    const hsri_index_shape *shape = &p->seq->index_shape;
-    uint32_t                n = p->n_pages / HSRI_SEGMENT_PAGES;
+    return hsri_cpu_reads_codes(p) && p->seq->index_shape.clusters ? p->n_pages / HSRI_SEGMENT_PAGES * HSRI_SEGMENT_PAGES : 0;
+}
 
-    if (p->settings->selector != HSRI_SELECT_CLUSTER || shape->kind != HSRI_INDEX_SKETCH || !shape->clusters ||
-        budget >= (uint64_t)p->n_pages * HSRI_PAGE_UNITS)
-        return 0;
-    return p->settings->candidates < (uint64_t)n * HSRI_SEGMENT_TOKENS ? n : 0;
+bool hsri_cpu_takes_all_clusters(const pick_state *p)
+{
+    return p->settings->selector == HSRI_SELECT_SKETCH || p->budget >= p->n_pages * HSRI_PAGE_UNITS ||
+           p->settings->candidates >= (uint64_t)p->n_segments * HSRI_SEGMENT_TOKENS;
 }
 
 /* ---- scratch ---- */
@@ -194,7 +195,8 @@ static void weigh_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
         uint64_t          i = item;
         const pick_state *p = find_pick(job, &i, survey_items);
 
-        weigh_segment(job, p, (uint32_t)(i / p->n_segments), (uint32_t)(i % p->n_segments));
+        if (!p->all_clusters)
+            weigh_segment(job, p, (uint32_t)(i / p->n_segments), (uint32_t)(i % p->n_segments));
     }
 }
 
@@ -300,14 +302,25 @@ static void take_best(contest *c, uint32_t limit)
     c->n = n;
 }
 
+static void take_all(contest *c)
+{
+    for (uint32_t k = 0; k < c->n_clusters; k++)
+        c->index[k] = k;
+    c->n = c->n_clusters;
+}
+
 /* ---- lists ---- */
 
 /* Mass of the clusters that are not taken: c->index has those that are, ascending. */
 static void write_rest(const contest *c, uint32_t vote, uint32_t head)
 {
-    measure  m = measure_clusters(c->job, c->pick, vote, head);
     double  *rest = c->job->rest + 2 * ((uint64_t)(c->pick->first_vote + vote) * c->job->n_heads + head), taken = 0.0;
+    measure  m;
 
+    rest[0] = rest[1] = 0.0;
+    if (c->pick->all_clusters)
+        return;
+    m = measure_clusters(c->job, c->pick, vote, head);
     for (uint32_t i = 0; i < c->n; i++)
         taken += (double)(m.mass[c->index[i]] * chunk_factor(&m, c->index[i] / CLUSTERS));
     rest[0] = m.all > 0.0 ? m.all - m.exact - taken : 0.0;
@@ -352,7 +365,10 @@ static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
                                 .worth = job->cluster_worth + list_at(job, p, kv_head) * most,
                                 .best = job->cluster_best + list_at(job, p, kv_head) * job->max_segments * SEGMENT_SETS, .index = work, .bits = work + most, .weight = work + 2 * most, .rivals = work + 3 * most };
 
-        take_best(&c, p->settings->candidates);
+        if (p->all_clusters)
+            take_all(&c);
+        else
+            take_best(&c, p->settings->candidates);
         write_firsts(&c);
         for (uint32_t vote = 0; vote < p->n_votes; vote++)
             for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++)
@@ -384,11 +400,12 @@ static void mark_segment(const select_job *job, const pick_state *p, uint32_t kv
     const uint16_t *starts = (const uint16_t *)(record + layout.starts), *positions = (const uint16_t *)(record + layout.positions);
     const uint32_t *taken = job->first_taken + taken_at(job, p, kv_head) + segment;
     const uint32_t *clusters = job->cluster_work + work_at(job, p, kv_head);
-    uint32_t        marks[HSRI_MARK_WORDS] = { 0 };
+    uint32_t        marks[HSRI_MARK_WORDS];
 
-    for (uint32_t i = taken[0]; i < taken[1]; i++)
+    memset(marks, p->all_clusters ? 0xff : 0, sizeof marks);
+    for (uint32_t i = taken[0]; i < taken[1] && !p->all_clusters; i++)
         __builtin_prefetch(&positions[starts[clusters[i] % CLUSTERS]]);
-    for (uint32_t i = taken[0]; i < taken[1]; i++) {
+    for (uint32_t i = taken[0]; i < taken[1] && !p->all_clusters; i++) {
         uint32_t k = clusters[i] % CLUSTERS;
 
         for (uint32_t t = starts[k]; t < starts[k + 1]; t++)
@@ -581,4 +598,70 @@ void hsri_cpu_level_masses(const select_job *job, const pick_state *p, uint32_t 
     for (uint32_t vote = 0; vote < p->n_votes; vote++)
         for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++)
             level_row(job, p, kv_head, &l, vote, h);
+}
+
+/* ---- tokens of some pages ---- */
+
+/* Clusters that have tokens of these pages of the segment. */
+static uint32_t clusters_of(const uint32_t *pages, uint32_t n_pages, const uint8_t *record, const hsri_cluster_layout *at, uint32_t *clusters)
+{
+    const uint16_t *starts = (const uint16_t *)(record + at->starts), *positions = (const uint16_t *)(record + at->positions);
+    bool            listed[HSRI_SEGMENT_PAGES] = { false };
+    uint32_t        n = 0;
+
+    for (uint32_t i = 0; i < n_pages; i++)
+        listed[pages[i] % HSRI_SEGMENT_PAGES] = true;
+    for (uint32_t k = 0; k < CLUSTERS; k++) {
+        bool any = false;
+
+        for (uint32_t i = starts[k]; i < starts[k + 1]; i++)
+            any |= listed[positions[i] / HSRI_PAGE_TOKENS];
+        clusters[n] = k;
+        n += any;
+    }
+    return n;
+}
+
+/* Pages of one segment, for one head of the call. A centre whose mass is at the limit says nothing about its tokens: neither do they. */
+static void score_pages_of(const select_job *job, const uint32_t *pages, uint32_t n_pages, const uint32_t *clusters, uint32_t n_clusters,
+                           const hsri_cluster_score_args *centres, float *mass)
+{
+    static const uint32_t everywhere[HSRI_MARK_WORDS] = { [0 ... HSRI_MARK_WORDS - 1] = UINT32_MAX };
+    float units[HSRI_SEGMENT_UNITS], most = 0.0f;
+    const hsri_member_score_args members = { .record = centres->record, .shape = centres->shape, .clusters = clusters,
+                                             .n_clusters = n_clusters, .n_heads = 1, .scale = centres->scale,
+                                             .rotated = centres->rotated, .cluster_mass = centres->mass, .marks = everywhere,
+                                             .mass = units };
+
+    job->dev->kernels.sparse.cluster.score(centres);
+    job->dev->kernels.sparse.cluster.score_members(&members);
+    for (uint32_t i = 0; i < n_clusters; i++)
+        most = centres->mass[clusters[i]] > most ? centres->mass[clusters[i]] : most;
+    for (uint32_t i = 0; i < n_pages * HSRI_PAGE_UNITS; i++)
+        mass[i] = most < HSRI_MASS_MAX ? units[pages[i / HSRI_PAGE_UNITS] % HSRI_SEGMENT_PAGES * HSRI_PAGE_UNITS + i % HSRI_PAGE_UNITS]
+                                       : HSRI_MASS_MAX;
+}
+
+void hsri_cpu_score_recorded(const select_job *job, const chunk *c, const hsri_score_args *a)
+{
+    const hsri_cluster_layout at = hsri_cluster_layout_of(a->shape);
+    uint32_t                  clusters[CLUSTERS], n;
+    float                     cluster_mass[CLUSTERS], sum;
+
+    for (uint32_t i = 0, end; i < c->n_recorded; i = end) {
+        const uint32_t segment = c->pages[i] / HSRI_SEGMENT_PAGES;
+        const uint8_t *record = record_at(job, c->pick, c->kv_head, segment);
+
+        for (end = i + 1; end < c->n_recorded && c->pages[end] / HSRI_SEGMENT_PAGES == segment; end++)
+            ;
+        n = clusters_of(c->pages + i, end - i, record, &at, clusters);
+        for (uint32_t h = 0; h < a->n_heads; h++) {
+            const uint64_t head = (uint64_t)h * a->shape->head_dim;
+            const hsri_cluster_score_args centres = { .record = record, .shape = a->shape, .n_heads = 1, .scale = a->scale,
+                                                      .queries = a->queries + head, .rotated = a->rotated + head,
+                                                      .reference = a->reference + h, .mass = cluster_mass, .sums = &sum };
+
+            score_pages_of(job, c->pages + i, end - i, clusters, n, &centres, a->mass + h * a->mass_stride + i * HSRI_PAGE_UNITS);
+        }
+    }
 }

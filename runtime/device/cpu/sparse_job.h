@@ -28,8 +28,10 @@ typedef struct pick_state {
     uint32_t first_vote;               /* within the batch */
     bool     scored;                   /* there are masses, exact or estimated */
     bool     virtual_tokens;
-    uint32_t n_segments;               /* whose clusters say which of their tokens are looked at; 0: all are */
     uint32_t budget, slice_units;      /* units to choose, and the size of the slices they come in */
+    uint32_t n_recorded;               /* of the selectable pages: the first ones, which are in segments that are read from records */
+    uint32_t n_segments;               /* these, if clusters say which of their tokens are looked at */
+    bool     all_clusters;             /* all are */
     uint32_t *scan;                    /* where the layer's scan is noted; NULL: nowhere */
     bool     foreseen;                 /* its pages are those of the scan */
 } pick_state;
@@ -173,11 +175,12 @@ static inline uint32_t page_at(const page_list *l, uint32_t i) { return l->pages
 #define SEGMENT_CHUNKS (HSRI_SEGMENT_PAGES / HSRI_SCORE_PAGES)
 #define CHUNK_UNITS (HSRI_SCORE_PAGES * HSRI_PAGE_UNITS)
 
-/* A chunk of pages. */
+/* A chunk of pages, of which the first n_recorded ones are read from records. */
 typedef struct chunk {
     const pick_state *pick;
-    uint32_t kv_head, first, n_pages;   /* first: among the selectable pages */
+    uint32_t kv_head, n_pages;
     uint32_t at, part;                  /* where its masses begin in the page list, and which of the parts is scored together it is */
+    uint32_t n_recorded, pages[HSRI_SCORE_PAGES];   /* ascending, among the selectable pages */
     const uint8_t *entries[HSRI_SCORE_PAGES], *codes[HSRI_SCORE_PAGES];
     hsri_calibration_record calibration;
     float   *scratch;
@@ -195,8 +198,8 @@ typedef struct chunk_masses {
 /* Score a chunk for n_heads <= HSRI_ATTEND_MAX_QUERIES heads of its kv head, from `head` on. */
 void hsri_cpu_score_chunk(const select_job *job, const chunk *c, uint32_t row, uint32_t head, uint32_t n_heads, const chunk_masses *out);
 
-const uint8_t *hsri_cpu_index_entry(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page);
-const uint8_t *hsri_cpu_index_codes(const select_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page);
+/* One page more, behind those that the chunk has; without an index it has no entry. */
+void hsri_cpu_add_page(const select_job *job, chunk *c, uint32_t page);
 
 /* Are logits estimated from the components of sketches? */
 static inline bool hsri_cpu_reads_codes(const pick_state *p)
@@ -216,8 +219,11 @@ void hsri_cpu_set_aside(hsri_cpu_device *dev, const select_job *job);
 uint64_t hsri_cpu_cluster_floats(uint64_t n_votes, uint64_t n_heads, uint64_t n_kv_heads, uint64_t n_pages);
 void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes);
 
-/* Whole segments of the pick whose clusters are to be looked at before their tokens; 0: none, since all tokens may be. */
-uint32_t hsri_cpu_cluster_segments(const pick_state *p, uint64_t budget);
+/* Pages of whole segments. Their own components are not read: they may be gone. */
+uint32_t hsri_cpu_recorded_pages(const pick_state *p);
+
+/* Are all their tokens to be looked at? */
+bool hsri_cpu_takes_all_clusters(const pick_state *p);
 
 /* Which clusters of the segments of all picks are worth their tokens' scores. */
 void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job);
@@ -231,5 +237,8 @@ void hsri_cpu_level_masses(const select_job *job, const pick_state *p, uint32_t 
 
 /* The pages of a kv head of a pick; with clusters, once they are listed. */
 page_list hsri_cpu_pages_of(const select_job *job, const pick_state *p, uint32_t kv_head);
+
+/* What a scoring kernel does, of the first n_recorded pages of a chunk. */
+void hsri_cpu_score_recorded(const select_job *job, const chunk *c, const hsri_score_args *a);
 
 #endif
