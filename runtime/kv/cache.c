@@ -36,8 +36,8 @@ static hsr_status check_opts(const hsri_kv_shape *shape, const hsri_cache_opts *
         return hsri_fail(err, HSR_E_UNSUPPORTED, "a KV page of head size %u is larger than a block of 1 MiB", shape->head_dim);
     if ((encodes || opts->index.per_slab) && opts->window_pages == 0)
         return hsri_fail(err, HSR_E_INVALID, "an encoded KV format or an index needs a window of at least %u tokens", HSRI_PAGE_TOKENS);
-    if (encodes && opts->chunk_tokens == 0)
-        return hsri_fail(err, HSR_E_INVALID, "an encoded KV format needs to know the longest step");
+    if ((encodes || opts->index.clusters) && opts->chunk_tokens == 0)
+        return hsri_fail(err, HSR_E_INVALID, "an encoded KV format or an index with clusters needs to know the longest step");
     return HSR_OK;
 }
 
@@ -228,7 +228,7 @@ uint64_t hsri_cache_step_limit(const hsri_cache *cache)
     uint64_t limit = UINT64_MAX;
     if (hsri_seals_apart(opts) || opts->index.per_slab)
         limit = (cache->committed / HSRI_PAGE_TOKENS + opts->window_pages) * HSRI_PAGE_TOKENS - cache->committed;
-    return hsri_seals_apart(opts) ? hsri_min(limit, opts->chunk_tokens) : limit;
+    return hsri_seals_apart(opts) || opts->index.clusters ? hsri_min(limit, opts->chunk_tokens) : limit;
 }
 
 /* A page of its own for every position below n_tokens. */
@@ -367,6 +367,7 @@ hsr_status hsri_cache_commit(hsri_cache *cache, uint64_t n_tokens, hsr_error *er
     cache->encoded.done = cache->encoded.queued;
     cache->clustered.done = cache->clustered.queued;
     HSRI_TRY(hsri_seal_pages(cache, err));
+    hsri_give_up_strips(cache);
     hsri_settle(cache);
     if (cache->family) {
         hsri_family_tick(cache->family, n_tokens);
@@ -377,11 +378,12 @@ hsr_status hsri_cache_commit(hsri_cache *cache, uint64_t n_tokens, hsr_error *er
 
 /* ---- truncate ---- */
 
-/* A query at position n_tokens, or the cut page, would need a plain copy that was given up. */
+/* A query at position n_tokens, or the cut page, would need a plain copy that was given up; or its index would. */
 bool hsri_cache_truncates_too_far(const hsri_cache *cache, uint64_t n_tokens)
 {
     uint64_t plain_from = hsri_encoded_end(&cache->opts, n_tokens / HSRI_PAGE_TOKENS, cache->opts.window_pages);
-    return hsri_seals_apart(&cache->opts) && plain_from < hsri_min(cache->sealed, hsri_pages_of(n_tokens));
+    bool unindexed = plain_from > cache->opts.sink_pages && hsri_strips_are_gone(cache, hsri_min(plain_from, cache->sealed));
+    return hsri_seals_apart(&cache->opts) && (plain_from < hsri_min(cache->sealed, hsri_pages_of(n_tokens)) || unindexed);
 }
 
 /* The page that a truncate to n_tokens cuts is written again, and so are the slab and the strip of the next page to be encoded. */
@@ -431,7 +433,8 @@ hsr_status hsri_cache_truncate(hsri_cache *cache, uint64_t n_tokens, hsr_error *
     cache->reserved = n_tokens;
     uint64_t committed = hsri_min(n_tokens, cache->committed);
     HSRI_TRY(hsri_unseal_pages(cache, committed, err));
-    hsri_encode_shrink(cache, hsri_min(cache->encoded.done, hsri_max(committed / HSRI_PAGE_TOKENS, cache->opts.sink_pages)));
+    uint64_t end = hsri_min(cache->encoded.done, hsri_max(committed / HSRI_PAGE_TOKENS, cache->opts.sink_pages));
+    hsri_encode_shrink(cache, hsri_strips_are_gone(cache, cache->sealed) ? cache->sealed : end);
     if (n_tokens < cache->committed) {
         HSRI_TRY(reopen_cut_page(cache, n_tokens, err));
         mark_cut_index(cache);

@@ -133,7 +133,8 @@ bool hsri_cache_truncates_too_far(const hsri_cache *cache, uint64_t n_tokens);
 /* Forget positions from n_tokens on: pages go back, a cut page is open again. Needs no memory and no device. Any n_tokens up to
  * the prepared length with a plain format without tiers; otherwise within the rollback distance, or so far back that only the
  * sink is left (0 always works): HSR_E_STATE otherwise, and nothing has changed. Reservations are kept up to n_tokens
- * only: to go on with a request, admit again, which cannot be refused as long as nothing else was admitted in between. */
+ * only: to go on with a request, admit again, which cannot be refused as long as nothing else was admitted in between, unless strips of
+ * sketches had been given up that are made again. */
 hsr_status hsri_cache_truncate(hsri_cache *cache, uint64_t n_tokens, hsr_error *err);
 
 /* A second cache of the same lineage with the same committed tokens and no reservation: sealed pages and the index slabs that

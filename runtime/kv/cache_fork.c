@@ -14,9 +14,11 @@ static uint64_t shared_slabs(const hsri_cache *cache)
     return cache->opts.index.per_slab && cache->sealed > cache->opts.sink_pages ? cache->sealed / cache->opts.index.per_slab : 0;
 }
 
-/* So it is with strips below. */
+/* So it is with strips below. With clusters these come and go, and what a cache gives up must be its own: a fork gets copies of all. */
 static uint64_t shared_strips(const hsri_cache *cache)
 {
+    if (hsri_store_exists(&cache->stores[HSRI_STORE_CLUSTERS]))
+        return cache->stores[HSRI_STORE_STRIPS].first_row;
     return cache->opts.index.code_bytes ? (cache->sealed - cache->opts.sink_pages) / HSRI_STRIP_PAGES : 0;
 }
 
@@ -135,7 +137,8 @@ static hsr_status share_pages(hsri_cache *cache, hsri_cache *fork, hsr_error *er
     }
     hsri_store *from = cache->stores, *to = fork->stores;
     HSRI_TRY(share_rows(cache, &from[HSRI_STORE_INDEX], &to[HSRI_STORE_INDEX], 0, shared_slabs(cache), err));
-    HSRI_TRY(share_rows(cache, &from[HSRI_STORE_STRIPS], &to[HSRI_STORE_STRIPS], 0, shared_strips(cache), err));
+    HSRI_TRY(share_rows(cache, &from[HSRI_STORE_STRIPS], &to[HSRI_STORE_STRIPS], from[HSRI_STORE_STRIPS].first_row,
+                        shared_strips(cache), err));
     HSRI_TRY(share_rows(cache, &from[HSRI_STORE_CLUSTERS], &to[HSRI_STORE_CLUSTERS], 0, shared_records(cache), err));
     p.copies[HSRI_STORE_INDEX] = (hsri_index_rows(&cache->opts, cache->sealed) - shared_slabs(cache)) * cache->per_page;
     p.copies[HSRI_STORE_STRIPS] = (hsri_strip_rows(&cache->opts, cache->sealed) - shared_strips(cache)) * cache->per_page;
@@ -174,6 +177,7 @@ static void set_marks(const hsri_cache *cache, hsri_cache *fork)
     if (hsri_store_exists(&fork->stores[HSRI_STORE_INDEX]))
         fork->stores[HSRI_STORE_INDEX].n_rows = hsri_index_rows(&cache->opts, cache->sealed);
     fork->stores[HSRI_STORE_STRIPS].n_rows = hsri_strip_rows(&cache->opts, cache->sealed);
+    fork->stores[HSRI_STORE_STRIPS].first_row = cache->stores[HSRI_STORE_STRIPS].first_row;
     fork->clustered = (hsri_progress){ shared_records(cache), shared_records(cache) };
     fork->stores[HSRI_STORE_CLUSTERS].n_rows = shared_records(cache);
 }

@@ -19,6 +19,9 @@ static uint32_t slot_bytes(const hsri_kv_shape *shape, const hsri_cache_opts *op
     return hsri_kv_slot_bytes(part == HSRI_IMAGE_PLAIN ? opts->type : opts->format, shape->head_dim);
 }
 
+/* Those before have been given up, or will be. */
+static uint64_t first_strip(const hsri_cache_opts *opts, uint64_t sealed) { return hsri_cluster_rows(opts, sealed) * HSRI_SEGMENT_STRIPS; }
+
 hsr_status hsri_image_describe(const hsri_kv_shape *shape, const hsri_cache_opts *opts, uint64_t n_tokens, uint64_t sealed,
                                hsri_image *image, hsr_error *err)
 {
@@ -33,7 +36,7 @@ hsr_status hsri_image_describe(const hsri_kv_shape *shape, const hsri_cache_opts
         image->slot_bytes[part] = slot_bytes(shape, opts, (hsri_image_part)part);
     image->rows[HSRI_IMAGE_PLAIN] = hsri_pages_of(n_tokens) - n_sealed;
     image->rows[HSRI_IMAGE_INDEX] = hsri_index_rows(opts, sealed);
-    image->rows[HSRI_IMAGE_STRIPS] = hsri_strip_rows(opts, sealed);
+    image->rows[HSRI_IMAGE_STRIPS] = hsri_strip_rows(opts, sealed) - first_strip(opts, sealed);
     image->rows[HSRI_IMAGE_CLUSTERS] = hsri_cluster_rows(opts, sealed);
     image->rows[HSRI_IMAGE_SEALED] = n_sealed;
     return HSR_OK;
@@ -64,6 +67,8 @@ static bool is_of_index(hsri_image_part part) { return part >= HSRI_IMAGE_INDEX 
 
 static uint64_t store_row(const hsri_cache *cache, const hsri_image *image, hsri_image_part part, uint64_t row)
 {
+    if (part == HSRI_IMAGE_STRIPS)
+        return first_strip(&cache->opts, image->sealed) + row;
     return is_of_index(part) ? row : hsri_image_page(&cache->opts, image, part, row);
 }
 
@@ -134,7 +139,7 @@ static void clear_row(const hsri_cache *cache, const hsri_image *image, hsri_ima
         else if (part == HSRI_IMAGE_SEALED)
             clear_sealed(cache, out);
         else if (part == HSRI_IMAGE_STRIPS)
-            clear_strip(cache, row, out);
+            clear_strip(cache, store_row(cache, image, part, row), out);
         else if (part == HSRI_IMAGE_CLUSTERS)
             clear_record(cache, out);
         else
@@ -290,6 +295,8 @@ void hsri_cache_end_image(hsri_cache *cache, const hsri_image *image)
     cache->encoded = (hsri_progress){ image->sealed, image->sealed };
     cache->clustered = (hsri_progress){ image->rows[HSRI_IMAGE_CLUSTERS], image->rows[HSRI_IMAGE_CLUSTERS] };
     cache->stores[HSRI_STORE_PLAIN].n_rows = hsri_pages_of(image->n_tokens);
+    cache->stores[HSRI_STORE_STRIPS].n_rows = hsri_strip_rows(&cache->opts, image->sealed);
+    cache->stores[HSRI_STORE_STRIPS].first_row = first_strip(&cache->opts, image->sealed);
     if (hsri_store_exists(&cache->stores[HSRI_STORE_ENCODED]))
         cache->stores[HSRI_STORE_ENCODED].n_rows = image->sealed;
     if (cache->family)

@@ -15,7 +15,7 @@
 typedef enum hsri_image_part {
     HSRI_IMAGE_PLAIN,       /* pages outside [sink_pages, sealed) */
     HSRI_IMAGE_INDEX,       /* slabs */
-    HSRI_IMAGE_STRIPS,      /* components of sketches */
+    HSRI_IMAGE_STRIPS,      /* components of sketches; with clusters, those of the sealed pages behind the last whole segment */
     HSRI_IMAGE_CLUSTERS,    /* cluster records of segments whose pages are all sealed */
     HSRI_IMAGE_SEALED,      /* pages [sink_pages, sealed), in the session's format */
     HSRI_N_IMAGE_PARTS

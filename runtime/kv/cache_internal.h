@@ -45,6 +45,7 @@ typedef struct hsri_store {
     hsri_slots    slots;
     uint32_t      slot_bytes;    /* 0: this cache has no such store */
     uint64_t      n_rows;        /* one past the last row that has slots */
+    uint64_t      first_row;     /* rows below have given theirs up: strips whose segments have their records */
     uint32_t     *entries;       /* the device copies from here, so it moves only in admit */
     size_t        entries_cap;
     uint32_t      buf;           /* on the device */
@@ -139,6 +140,9 @@ uint64_t hsri_index_rows(const hsri_cache_opts *opts, uint64_t end);
 /* Strips that hold the components of encoded pages below `end`; 0 without a sketch. */
 uint64_t hsri_strip_rows(const hsri_cache_opts *opts, uint64_t end);
 
+/* The most strips that exist at a time; UINT64_MAX where none is given up. */
+uint64_t hsri_ring_strips(const hsri_cache_opts *opts);
+
 /* Segments whose pages all lie below `end`; 0 without clusters. */
 uint64_t hsri_cluster_rows(const hsri_cache_opts *opts, uint64_t end);
 
@@ -164,6 +168,9 @@ void hsri_store_drop_slot(hsri_cache *cache, hsri_store *store, uint32_t entry);
 
 /* Drop rows from n_rows on. */
 void hsri_store_shrink(hsri_cache *cache, hsri_store *store, uint64_t n_rows);
+
+/* Drop rows below first_row, for good. */
+void hsri_store_give_up(hsri_cache *cache, hsri_store *store, uint64_t first_row);
 
 /* Enqueue the entries of all rows that the device is not known to have: one run. */
 void hsri_store_send(hsri_cache *cache, hsri_store *store, hsri_queue *q);
@@ -217,7 +224,14 @@ void hsri_encode_shrink(hsri_cache *cache, uint64_t end);
 /* Seal what the committed length allows. Encoded formats give the plain copies up. */
 hsr_status hsri_seal_pages(hsri_cache *cache, hsr_error *err);
 
-/* Pages that a truncate to n_tokens takes back into the window; plain formats only. */
+/* Strips of segments that have their records and that no truncate can cut into go. */
+void hsri_give_up_strips(hsri_cache *cache);
+
+/* Are pages from `page` on in a segment whose strips are gone? */
+bool hsri_strips_are_gone(const hsri_cache *cache, uint64_t page);
+
+/* Pages that a truncate to n_tokens takes back into the window; plain formats only. If it goes back into a segment whose strips are gone,
+ * all of the segment is: it will be indexed again. */
 hsr_status hsri_unseal_pages(hsri_cache *cache, uint64_t n_tokens, hsr_error *err);
 
 #endif

@@ -180,9 +180,23 @@ hsr_status hsri_seal_pages(hsri_cache *cache, hsr_error *err)
     return HSR_OK;
 }
 
+void hsri_give_up_strips(hsri_cache *cache)
+{
+    const uint64_t segments = hsri_min(cache->clustered.done, hsri_cluster_rows(&cache->opts, cache->sealed));
+    hsri_store_give_up(cache, &cache->stores[HSRI_STORE_STRIPS], segments * HSRI_SEGMENT_STRIPS);
+}
+
+bool hsri_strips_are_gone(const hsri_cache *cache, uint64_t page)
+{
+    return page - cache->opts.sink_pages < cache->stores[HSRI_STORE_STRIPS].first_row * HSRI_STRIP_PAGES;
+}
+
 hsr_status hsri_unseal_pages(hsri_cache *cache, uint64_t n_tokens, hsr_error *err)
 {
     uint64_t end = hsri_encoded_end(&cache->opts, n_tokens / HSRI_PAGE_TOKENS, cache->opts.window_pages);
+    end = hsri_min(end, cache->sealed);
+    if (hsri_strips_are_gone(cache, end))
+        end -= (end - cache->opts.sink_pages) % HSRI_SEGMENT_PAGES;
     uint64_t n_pages = hsri_pages_of(cache->prepared);
     for (; cache->sealed > end; cache->sealed--)
         if (cache->sealed <= n_pages)

@@ -78,6 +78,16 @@ uint64_t hsri_ring_pages(const hsri_cache_opts *opts)
     return opts->sink_pages + window + step_pages(opts);
 }
 
+/* Strips go when their segment is sealed: at most one page of it is not. What a step encodes is ahead of what is sealed by what the seal
+ * window is longer than the window, and by the step. */
+uint64_t hsri_ring_strips(const hsri_cache_opts *opts)
+{
+    if (!hsri_cluster_slot_bytes(&opts->index))
+        return UINT64_MAX;
+    uint64_t ahead = hsri_seal_window(opts) - opts->window_pages + step_pages(opts);
+    return hsri_div_up(HSRI_SEGMENT_PAGES - 1 + ahead, HSRI_STRIP_PAGES);
+}
+
 /* At most UINT64_MAX. */
 static uint64_t slots_of(uint64_t rows, const hsri_kv_shape *shape)
 {
@@ -92,7 +102,7 @@ hsri_kv_need hsri_kv_slots_for(const hsri_kv_shape *shape, const hsri_cache_opts
         .plain = slots_of(hsri_min(hsri_pages_of(n_tokens), hsri_ring_pages(opts)), shape),
         .sealed = hsri_seals_apart(opts) ? slots_of(end - opts->sink_pages, shape) : 0,
         .index = slots_of(hsri_index_rows(opts, end), shape),
-        .strips = slots_of(hsri_strip_rows(opts, end), shape),
+        .strips = slots_of(hsri_min(hsri_strip_rows(opts, end), hsri_ring_strips(opts)), shape),
         .clusters = slots_of(hsri_cluster_rows(opts, end), shape),
     };
 }

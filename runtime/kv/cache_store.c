@@ -129,9 +129,22 @@ void hsri_store_drop(hsri_cache *cache, hsri_store *store, uint64_t row)
 void hsri_store_shrink(hsri_cache *cache, hsri_store *store, uint64_t n_rows)
 {
     for (; store->n_rows > n_rows; store->n_rows--)
-        hsri_store_drop(cache, store, store->n_rows - 1);
+        if (store->n_rows > store->first_row)
+            hsri_store_drop(cache, store, store->n_rows - 1);
+    store->first_row = hsri_min(store->first_row, n_rows);
     store->sent.done = hsri_min(store->sent.done, n_rows);
     store->sent.queued = store->sent.done;
+}
+
+/* Their entries name no slot from then on, so that a read of what is gone shows. */
+void hsri_store_give_up(hsri_cache *cache, hsri_store *store, uint64_t first_row)
+{
+    if (store->first_row < first_row)
+        store->sent.done = hsri_min(store->sent.done, store->first_row);
+    for (; store->first_row < first_row; store->first_row++) {
+        hsri_store_drop(cache, store, store->first_row);
+        memset(hsri_store_row(cache, store, store->first_row), 0xff, cache->per_page * sizeof(uint32_t));
+    }
 }
 
 void hsri_store_send(hsri_cache *cache, hsri_store *store, hsri_queue *q)
@@ -201,6 +214,9 @@ void hsri_cow_finish(hsri_cache *cache, hsri_store *store)
 
 /* ---- promises ---- */
 
+/* Of so many rows at a time, which may exist beside those that do? */
+static uint64_t room_in_ring(uint64_t ring, uint64_t live) { return ring > live ? ring - live : 0; }
+
 static uint64_t rows_missing(const hsri_cache *cache, hsri_store_kind kind, uint64_t reserved)
 {
     const hsri_cache_opts *opts = &cache->opts;
@@ -208,14 +224,15 @@ static uint64_t rows_missing(const hsri_cache *cache, hsri_store_kind kind, uint
 
     if (kind == HSRI_STORE_PLAIN) {
         want = hsri_pages_of(reserved);
-        uint64_t live = have - (hsri_seals_apart(opts) ? cache->sealed - opts->sink_pages : 0), ring = hsri_ring_pages(opts);
-        limit = ring > live ? ring - live : 0;
+        limit = room_in_ring(hsri_ring_pages(opts), have - (hsri_seals_apart(opts) ? cache->sealed - opts->sink_pages : 0));
     } else if (reserved > cache->committed) {
         want = hsri_encoded_end_of(opts, reserved);
         if (kind == HSRI_STORE_INDEX)
             want = hsri_index_rows(opts, want);
-        if (kind == HSRI_STORE_STRIPS)
+        if (kind == HSRI_STORE_STRIPS) {
             want = hsri_strip_rows(opts, want);
+            limit = room_in_ring(hsri_ring_strips(opts), have - cache->stores[kind].first_row);
+        }
         if (kind == HSRI_STORE_CLUSTERS)
             want = hsri_cluster_rows(opts, want);
     }

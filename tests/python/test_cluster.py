@@ -85,8 +85,8 @@ def test_forks_truncation_and_files(path, want, tmp_path):
     with hs.load(path, threads=2) as model:
         with model.session(profile=profile_of("cluster"), rollback_tokens=64, **OPTIONS) as session:
             assert np.array_equal(tail(session), want)
-            records = 2 * 2 * 2 * 131072 if session.stats().index_kind == "cluster" else 0
-            assert records and session.stats().index_bytes % 32768 == 0 and session.stats().index_bytes > records
+            slabs, strips, records = 3 * 16384, 1 * 16384, 2 * 94208
+            assert session.stats().index_bytes == 2 * 2 * (slabs + strips + records)
             session.truncate(LENGTH - 10)
             with session.fork() as fork:
                 again = np.concatenate([fork.logits([i]) for i in IDS[LENGTH - 10 :]])
@@ -95,3 +95,59 @@ def test_forks_truncation_and_files(path, want, tmp_path):
         with model.restore(tmp_path / "session.kv", profile=profile_of("cluster")) as session:
             again = np.concatenate([session.logits([i]) for i in IDS[LENGTH - 10 :]])
             assert np.array_equal(again, want[-10:])
+
+
+@pytest.mark.parametrize("cut", [8960, 8320, 384])
+def test_cut_into_a_segment_whose_sketches_are_gone(path, cut, tmp_path):
+    """With a plain format a session may be cut anywhere: what is missing of the index is made again. Nothing is given up within the
+    rollback distance."""
+    profile = profile_of("cluster", forced_history=0)   # of which files hold nothing
+    with hs.load(path, threads=2) as model:
+        with model.session(profile=profile, kv="bf16", rollback_tokens=19000, **OPTIONS) as session:
+            session.append(IDS[:LENGTH])
+            session.prefill()
+            all_of_it = session.stats().index_bytes
+            session.truncate(cut)
+            session.append(IDS[cut:12000])
+            expected = session.logits([5])
+        with model.session(profile=profile, kv="bf16", **OPTIONS) as session:
+            session.append(IDS[:LENGTH])
+            session.prefill()
+            assert session.stats().index_bytes == all_of_it - 4 * 8 * 16384, "the strips of two segments"
+            session.truncate(cut)
+            session.save(tmp_path / "cut.kv")
+            with session.fork() as fork:
+                for s in (fork, session):
+                    s.append(IDS[cut:12000])
+                    assert np.array_equal(s.logits([5]), expected)
+        with model.restore(tmp_path / "cut.kv", profile=profile) as session:
+            session.append(IDS[cut:12000])
+            assert np.array_equal(session.logits([5]), expected)
+
+
+@pytest.mark.parametrize("kv", ["bf16", "int8"])
+def test_pages_that_leave_memory_change_nothing(path, kv, tmp_path):
+    def run_in(**load) -> np.ndarray:
+        with hs.load(path, threads=2, **load) as model, model.session(profile=profile_of("cluster"), kv=kv, **OPTIONS) as session:
+            result = tail(session)
+            if "cold" in load:
+                assert model.stats().cold_misses > 0
+            return result
+
+    assert np.array_equal(run_in(cold=str(tmp_path), cold_size="64MiB", ram={"bf16": "9MiB", "int8": "7MiB"}[kv]), run_in())
+
+
+def test_exactly_what_is_planned(path):
+    """Strips come and go: what they take at most is admitted, and enough to compute with."""
+    options = {"profile": profile_of("cluster"), "kv": "bf16", **OPTIONS, "context": LENGTH}
+    found = hs.plan(path, ram="1GiB", **options)
+    assert found.fits and found.memory_bytes == found.session_blocks << 20
+    for blocks, fits in ((found.session_blocks, True), (found.session_blocks - 1, False)):
+        with hs.load(path, threads=2, ram=blocks << 20) as model, model.session(**options) as session:
+            if fits:
+                session.append(IDS)
+                session.prefill()
+                assert session.stats().index_bytes <= found.index_bytes
+            else:
+                with pytest.raises(hs.NoSpaceError):
+                    session.append(IDS)

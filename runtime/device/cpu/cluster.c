@@ -369,7 +369,8 @@ typedef struct cluster_job {
 
 static void find_entries(const cluster_job *job, const hsri_cluster *one, segment *s)
 {
-    const uint64_t  stride = (uint64_t)job->kv->n_layers * job->kv->n_kv_heads, list = (uint64_t)one->layer * job->kv->n_kv_heads + one->head;
+    const uint64_t  list = (uint64_t)one->layer * job->kv->n_kv_heads + one->head;
+    const uint64_t  stride = (uint64_t)job->kv->n_layers * job->kv->n_kv_heads;
     const uint32_t *slabs = (const uint32_t *)hsri_cpu_at(job->dev, one->index, 0) + list;
     const uint32_t *strips = (const uint32_t *)hsri_cpu_at(job->dev, one->strips, 0) + list;
 

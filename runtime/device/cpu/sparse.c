@@ -246,7 +246,8 @@ void hsri_cpu_score_chunk(const select_job *job, const chunk *c, uint32_t row, u
     const uint64_t    at = ((uint64_t)row * job->n_heads + head) * job->kv->head_dim;
     float             references[HSRI_ATTEND_MAX_QUERIES];
     hsri_score_args   a = { .entries = c->entries, .codes = c->codes, .n_pages = c->n_pages, .n_heads = n_heads,
-                            .shape = &p->seq->index_shape, .scale = job->scale, .queries = job->queries + at, .rotated = job->rotated ? job->rotated + at : NULL,
+                            .shape = &p->seq->index_shape, .scale = job->scale,
+                            .queries = job->queries + at, .rotated = job->rotated ? job->rotated + at : NULL,
                             .reference = references, .mean_k = p->seq->index_shape.kind == HSRI_INDEX_SKETCH ? c->calibration.mean_k : NULL,
                             .mass = out->mass, .mass_stride = out->stride };
 

@@ -603,7 +603,8 @@ void hsri_cpu_level_masses(const select_job *job, const pick_state *p, uint32_t 
 /* ---- tokens of some pages ---- */
 
 /* Clusters that have tokens of these pages of the segment. */
-static uint32_t clusters_of(const uint32_t *pages, uint32_t n_pages, const uint8_t *record, const hsri_cluster_layout *at, uint32_t *clusters)
+static uint32_t clusters_of(const uint32_t *pages, uint32_t n_pages, const uint8_t *record, const hsri_cluster_layout *at,
+                            uint32_t *clusters)
 {
     const uint16_t *starts = (const uint16_t *)(record + at->starts), *positions = (const uint16_t *)(record + at->positions);
     bool            listed[HSRI_SEGMENT_PAGES] = { false };
