@@ -103,7 +103,7 @@ static void world_init(world *w, const shape_case *sc, uint64_t blocks)
     if (sc->per_slab)
         w->opts.index = (hsri_index_shape){
             .kind = HSRI_INDEX_SKETCH, .head_dim = sc->head_dim, .per_slab = sc->per_slab,
-            .entry_bytes = HSRI_SLAB_BYTES / sc->per_slab / 64 * 64,
+            .entry_bytes = HSRI_SLAB_BYTES / sc->per_slab / 64 * 64, .code_bytes = 192,
         };
     w->sessions = calloc(MAX_SESSIONS, sizeof *w->sessions);
 }
@@ -141,6 +141,8 @@ static uint64_t per_page(const world *w) { return (uint64_t)w->shape.n_layers * 
 
 static uint64_t slot_bytes(const world *w, int kind)
 {
+    if (kind == HSRI_STORE_STRIPS)
+        return hsri_strip_slot_bytes(&w->opts.index);
     return kind == HSRI_STORE_INDEX ? HSRI_SLAB_BYTES : w->shape.view.slot_bytes[kind == HSRI_STORE_PLAIN ? w->opts.type : w->opts.format];
 }
 
@@ -215,7 +217,10 @@ static bool has_row(const world *w, const session *s, int kind, uint64_t row)
         return has_plain(w, s, row);
     if (kind == HSRI_STORE_ENCODED)
         return encodes(w) && has_encoded(w, s, row);
-    return w->opts.index.per_slab && s->encoded > w->opts.sink_pages && row * w->opts.index.per_slab < s->encoded;
+    if (kind == HSRI_STORE_STRIPS)
+        return w->opts.index.code_bytes && w->opts.sink_pages + row * HSRI_STRIP_PAGES < s->encoded;
+    return kind == HSRI_STORE_INDEX && w->opts.index.per_slab && s->encoded > w->opts.sink_pages &&
+           row * w->opts.index.per_slab < s->encoded;
 }
 
 static uint64_t n_rows(const world *w, const session *s, int kind)
@@ -232,7 +237,9 @@ static hsri_ref table_of(const session *s, int kind)
 {
     hsri_seq seq = { 0 };
     hsri_cache_fill_seq(s->cache, &seq);
-    return kind == HSRI_STORE_PLAIN ? seq.table : kind == HSRI_STORE_ENCODED ? seq.sealed : seq.index;
+    const hsri_ref tables[] = { [HSRI_STORE_PLAIN] = seq.table, [HSRI_STORE_ENCODED] = seq.sealed, [HSRI_STORE_INDEX] = seq.index,
+                                [HSRI_STORE_STRIPS] = seq.strips };
+    return tables[kind];
 }
 
 static uint32_t entry_of(world *w, const session *s, int kind, uint64_t row, uint64_t i)
@@ -301,16 +308,22 @@ static bool rows_fit(const session *s, const uint8_t *slot, uint64_t page, uint6
     return true;
 }
 
+static bool entry_fits(const world *w, const session *s, const uint8_t *at, uint64_t page, uint64_t i)
+{
+    fake_entry entry;
+    memcpy(&entry, at, sizeof entry);
+    return entry.page == page && entry.layer == i / w->shape.n_kv_heads && entry.head == i % w->shape.n_kv_heads &&
+           entry.first_row == row_value(s->value[page * 64], page * 64, i);
+}
+
 static bool index_fits(world *w, const session *s, uint64_t page, uint64_t i)
 {
     const hsri_index_shape *shape = &w->opts.index;
+    const uint64_t at = page - w->opts.sink_pages;
     const uint8_t *slab = slot_in(w, s, HSRI_STORE_INDEX, page / shape->per_slab, i);
-    fake_entry entry;
-    if (!slab)
-        return false;
-    memcpy(&entry, slab + page % shape->per_slab * shape->entry_bytes, sizeof entry);
-    return entry.page == page && entry.layer == i / w->shape.n_kv_heads && entry.head == i % w->shape.n_kv_heads &&
-           entry.first_row == row_value(s->value[page * 64], page * 64, i);
+    const uint8_t *strip = slot_in(w, s, HSRI_STORE_STRIPS, at / HSRI_STRIP_PAGES, i);
+    return slab && strip && entry_fits(w, s, slab + page % shape->per_slab * shape->entry_bytes, page, i) &&
+           entry_fits(w, s, strip + at % HSRI_STRIP_PAGES * shape->code_bytes, page, i);
 }
 
 static bool verify_page(world *w, const session *s, uint64_t page, uint64_t i)
@@ -382,7 +395,7 @@ static uint64_t rows_to(const world *w, const session *s, int kind, uint64_t n)
 static bool has_store(const world *w, int kind)
 {
     return kind == HSRI_STORE_PLAIN || (kind == HSRI_STORE_ENCODED && encodes(w)) ||
-           (kind == HSRI_STORE_INDEX && w->opts.index.per_slab > 0);
+           ((kind == HSRI_STORE_INDEX || kind == HSRI_STORE_STRIPS) && w->opts.index.per_slab > 0);
 }
 
 static void verify_store_counters(const world *w, const session *s, const hsri_cache_stats *stats, int kind)
@@ -415,7 +428,8 @@ static void verify_session_counters(const world *w, const session *s)
     CHECK(stats.blocks == blocks && stats.reserved_blocks == reserved);
     CHECK(stats.bytes == stats.pages_plain * slot_bytes(w, HSRI_STORE_PLAIN) + stats.pages_encoded * slot_bytes(w, HSRI_STORE_ENCODED));
     CHECK(stats.slots_used == stats.pages_plain + stats.pages_encoded);
-    CHECK(stats.index_bytes == stats.stores[HSRI_STORE_INDEX].used * HSRI_SLAB_BYTES);
+    CHECK(stats.index_bytes == stats.stores[HSRI_STORE_INDEX].used * HSRI_SLAB_BYTES +
+                                   stats.stores[HSRI_STORE_STRIPS].used * hsri_strip_slot_bytes(&w->opts.index));
 }
 
 static void verify_counters(const world *w)

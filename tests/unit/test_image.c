@@ -57,13 +57,13 @@ typedef struct world {
 
 typedef struct format_case {
     hsri_kv_type type, format;
-    uint32_t     head_dim, per_slab;
+    uint32_t     head_dim, per_slab, code_bytes;
 } format_case;
 
 static const format_case formats[] = {
-    { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_F32, 64, 0 }, { HSRI_KV_TYPE_BF16, HSRI_KV_TYPE_BF16, 64, 4 },
-    { HSRI_KV_TYPE_BF16, HSRI_KV_TYPE_INT8, 64, 0 },
-    { HSRI_KV_TYPE_BF16, HSRI_KV_TYPE_INT8, 128, 3 }, { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_COMPACT, 64, 5 },
+    { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_F32, 64, 0, 0 }, { HSRI_KV_TYPE_BF16, HSRI_KV_TYPE_BF16, 64, 4, 64 },
+    { HSRI_KV_TYPE_BF16, HSRI_KV_TYPE_INT8, 64, 0, 0 },
+    { HSRI_KV_TYPE_BF16, HSRI_KV_TYPE_INT8, 128, 3, 0 }, { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_COMPACT, 64, 5, 192 },
 };
 #define N_FORMATS (sizeof formats / sizeof *formats)
 
@@ -79,7 +79,8 @@ static void world_init(world *w, const format_case *f, uint64_t blocks)
     };
     if (f->per_slab)
         w->opts.index = (hsri_index_shape){
-            .kind = HSRI_INDEX_MINMAX, .head_dim = f->head_dim, .per_slab = f->per_slab,
+            .kind = f->code_bytes ? HSRI_INDEX_SKETCH : HSRI_INDEX_MINMAX, .head_dim = f->head_dim, .per_slab = f->per_slab,
+            .code_bytes = f->code_bytes,
             .entry_bytes = HSRI_SLAB_BYTES / f->per_slab / 64 * 64,
         };
 }
@@ -184,6 +185,7 @@ static void forget_unwritten(const world *w, picture *p)
     for (uint64_t i = 0; i < p->image.rows[HSRI_IMAGE_INDEX] * p->image.per_row; i++, at += HSRI_SLAB_BYTES)
         for (uint32_t e = 0; e < w->opts.index.per_slab; e++)
             memset(at + e * entry + sizeof(fake_entry), 0, entry - sizeof(fake_entry));
+    at += p->image.rows[HSRI_IMAGE_STRIPS] * row_bytes(&p->image, HSRI_IMAGE_STRIPS);
     for (uint64_t i = 0; i < p->image.rows[HSRI_IMAGE_SEALED] * p->image.per_row && !hsri_kv_is_plain(w->opts.format); i++, at += slot)
         memset(at + HSRI_PAGE_HEADER_BYTES + 512, 0, slot - HSRI_PAGE_HEADER_BYTES - 512);
 }
