@@ -128,6 +128,20 @@ static void check_others(const hsri_index_shape *s, const uint8_t *entry, const 
     CHECK(good);
 }
 
+/* Every level makes the bytes of the reference. */
+static void check_bytes(const hsri_index_shape *s, const hsri_calibration_record *calibration, const float *k, const float *v,
+                        const uint8_t *entry, const uint8_t *codes, float *scratch)
+{
+    uint8_t     *plain_entry = hsri_new_aligned(1, s->entry_bytes), *plain_codes = hsri_new_aligned(1, s->code_bytes);
+    hsri_kernels plain;
+
+    hsri_kernels_fill(&plain, HSR_ISA_REFERENCE);
+    plain.sparse.encode(s, calibration, k, v, plain_entry, plain_codes, scratch);
+    CHECK(memcmp(entry, plain_entry, s->entry_bytes) == 0 && memcmp(codes, plain_codes, s->code_bytes) == 0);
+    free(plain_entry);
+    free(plain_codes);
+}
+
 static void test_encode(const hsri_kernels *kernels)
 {
     static float record[2 * 128 * 128 + 2 * 128], k[64 * 128], v[64 * 128], scratch[2 * 64 * 128 + 4 * 128];
@@ -143,6 +157,7 @@ static void test_encode(const hsri_kernels *kernels)
         fill_noise(k, 64 * d, 20 + i, 2.0f);
         fill_noise(v, 64 * d, 30 + i, 2.0f);
         kernels->sparse.encode(&s, &calibration, k, v, entry, codes, scratch);
+        check_bytes(&s, &calibration, k, v, entry, codes, scratch);
         for (uint32_t j = 0; j < d; j++) {
             double mean_k = 0, mean_v = 0;
 

@@ -17,6 +17,7 @@
 
 typedef float   lanes16 __attribute__((vector_size(4 * LANES)));
 typedef int32_t whole16 __attribute__((vector_size(4 * LANES)));
+typedef uint8_t bytes16 __attribute__((vector_size(LANES)));
 
 static void page_mean(const float *x, uint32_t d, float *mean)
 {
@@ -31,11 +32,17 @@ static void page_mean(const float *x, uint32_t d, float *mean)
 
 static bool all_finite(const float *x, size_t n)
 {
-    float sum = 0;
+    float  sum[LANES] = { 0 };
+    size_t i = 0;
 
-    for (size_t i = 0; i < n; i++)
-        sum += x[i] * 0.0f;
-    return sum == 0.0f;
+    for (; i + LANES <= n; i += LANES)
+        for (uint32_t l = 0; l < LANES; l++)
+            sum[l] += x[i + l] * 0.0f;
+    for (; i < n; i++)
+        sum[0] += x[i] * 0.0f;
+    for (uint32_t l = 1; l < LANES; l++)
+        sum[0] += sum[l];
+    return sum[0] == 0.0f;
 }
 
 /* x as a code in 0 .. top, where x = 0 lies at `zero` (a multiple of 1/2). NaN gives some code. */
@@ -54,10 +61,14 @@ static double squares(const float *x, size_t n)
     double sum = 0;
 
     for (size_t i = 0; i < n; i += TOKENS) {
-        float part[LANES] = { 0 };
+        lanes16 part = { 0 };
 
-        for (uint32_t l = 0; l < TOKENS; l++)
-            part[l % LANES] += x[i + l] * x[i + l];
+        for (uint32_t l = 0; l < TOKENS; l += LANES) {
+            lanes16 some;
+
+            memcpy(&some, x + i + l, sizeof some);
+            part += some * some;
+        }
         for (uint32_t l = 0; l < LANES; l++)
             sum += part[l];
     }
@@ -312,24 +323,37 @@ typedef struct coding {
     float *scale, *inverse, *top;   /* [d] */
 } coding;
 
-/* Codes of x[64][d], which becomes what they leave. */
+/* Codes of LANES channels of x[64][d], which becomes what they leave. */
+static void quantise_channels(float *x, uint32_t d, const coding *c, uint32_t j, uint8_t *codes)
+{
+    lanes16 scale, inverse, top, zero;
+
+    memcpy(&scale, c->scale + j, sizeof scale);
+    memcpy(&inverse, c->inverse + j, sizeof inverse);
+    memcpy(&top, c->top + j, sizeof top);
+    zero = top * 0.5f;
+    for (uint32_t t = 0; t < TOKENS; t++) {
+        lanes16 row, code;
+        whole16 below, whole;
+        bytes16 out;
+
+        memcpy(&row, x + (size_t)t * d + j, sizeof row);
+        code = row * inverse + (zero + 0.5f);
+        code = (lanes16)((whole16)code & (code > 0));       /* not positive, or NaN: 0 */
+        below = code < top;
+        whole = __builtin_convertvector((lanes16)(((whole16)code & below) | ((whole16)top & ~below)), whole16);
+        out = __builtin_convertvector(whole, bytes16);
+        memcpy(codes + (size_t)t * d + j, &out, sizeof out);
+        row -= (__builtin_convertvector(whole, lanes16) - zero) * scale;
+        memcpy(x + (size_t)t * d + j, &row, sizeof row);
+    }
+}
+
+/* Codes of all channels; their number is a multiple of LANES. */
 static void quantise(float *x, uint32_t d, const coding *c, uint8_t *codes)
 {
-    for (uint32_t t = 0; t < TOKENS; t++) {
-        float   *row = x + (size_t)t * d;
-        uint8_t *out = codes + (size_t)t * d;
-
-        for (uint32_t j = 0; j < d; j++) {
-            float   zero = c->top[j] * 0.5f, code = row[j] * c->inverse[j] + (zero + 0.5f);
-            int32_t whole;
-
-            code = code > 0 ? code : 0;
-            code = code < c->top[j] ? code : c->top[j];
-            whole = (int32_t)code;
-            out[j] = (uint8_t)whole;
-            row[j] -= ((float)whole - zero) * c->scale[j];
-        }
-    }
+    for (uint32_t j = 0; j < d; j += LANES)
+        quantise_channels(x, d, c, j, codes);
 }
 
 static void set_coding(const coding *c, uint32_t j, float scale, float top)
@@ -509,18 +533,39 @@ static double quantise_vtq(const hsri_page_header *h, uint32_t d, const workspac
     return error;
 }
 
+/* The upper four bits of eight tokens of a channel are a word. */
+static void pack_eight(const hsri_page_header *h, hsri_kv_type format, uint32_t d, uint32_t token, const uint8_t *codes, uint8_t *out)
+{
+    uint32_t n_low[8], words[LANES];
+
+    for (uint32_t t = 0; t < 8; t++)
+        n_low[t] = format == HSRI_KV_TYPE_VTQ ? hsri_vtq_low_bits(h, token + t) : 0;
+    for (uint32_t j = 0; j < d; j += LANES) {
+        memset(words, 0, sizeof words);
+        for (uint32_t t = 0; t < 8; t++)
+            for (uint32_t l = 0; l < LANES; l++)
+                words[l] |= (uint32_t)codes[(size_t)t * d + j + l] >> n_low[t] << hsri_nibble_shift(t);
+        memcpy(out + 4 * (size_t)j, words, sizeof words);
+    }
+}
+
+static void pack_lows(const hsri_page_header *h, uint32_t d, uint32_t token, const uint8_t *codes, uint8_t *lows)
+{
+    const uint32_t n_low = hsri_vtq_low_bits(h, token), shift = n_low ? hsri_vtq_low_shift(h, token) : 0;
+
+    for (uint32_t j = 0; n_low && j < d; j++)
+        lows[shift / 8 + 2 * j] |= (uint8_t)((codes[j] & ((1u << n_low) - 1)) << shift % 8);
+}
+
 static void pack_values(uint8_t *slot, const hsri_page_header *h, hsri_kv_type format, uint32_t d, const uint8_t *codes)
 {
-    for (uint32_t token = 0; token < TOKENS; token++, codes += d) {
-        uint32_t t = token % HSRI_UNIT_TOKENS, n_low = format == HSRI_KV_TYPE_VTQ ? hsri_vtq_low_bits(h, token) : 0;
-        uint32_t low_shift = n_low ? hsri_vtq_low_shift(h, token) : 0;
+    for (uint32_t token = 0; token < TOKENS; token++) {
         uint8_t *u = slot + (hsri_value_unit(format, slot, d, token / HSRI_UNIT_TOKENS) - slot);
-        uint8_t *nibbles = u + 4 * (size_t)(t / 8) * d + hsri_nibble_shift(t % 8) / 8, *lows = u + 8 * (size_t)d + low_shift / 8;
 
-        for (uint32_t j = 0; j < d; j++)
-            nibbles[4 * j] |= (uint8_t)(codes[j] >> n_low << hsri_nibble_shift(t % 8) % 8);
-        for (uint32_t j = 0; n_low && j < d; j++)
-            lows[2 * j] |= (uint8_t)((codes[j] & ((1u << n_low) - 1)) << low_shift % 8);
+        if (token % 8 == 0)
+            pack_eight(h, format, d, token, codes + (size_t)token * d, u + 4 * (size_t)(token % HSRI_UNIT_TOKENS / 8) * d);
+        if (format == HSRI_KV_TYPE_VTQ)
+            pack_lows(h, d, token, codes + (size_t)token * d, u + 8 * (size_t)d);
     }
 }
 

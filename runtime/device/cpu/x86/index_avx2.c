@@ -31,9 +31,11 @@ static inline void add_exps(const float *logits, float scale, float mean, float 
     }
 }
 
+#include "device/cpu/index_encode.h"
 #include "device/cpu/index_lanes.h"
 
 void hsri_sparse_kernels_fill_avx2(hsri_sparse_kernels *k)
 {
     fill_lanes(k);
+    k->encode = encode;
 }

@@ -11,9 +11,11 @@ static inline __m512i dot_bytes(__m512i acc, __m512i codes, __m512i weights)
 /* acc[i] + sum of the two products of words in dword i */
 static inline __m512i dot_words(__m512i acc, __m512i a, __m512i b) { return _mm512_add_epi32(acc, _mm512_madd_epi16(a, b)); }
 
+#include "device/cpu/index_encode.h"
 #include "device/cpu/x86/index_body512.h"
 
 void hsri_sparse_kernels_fill_avx512(hsri_sparse_kernels *k)
 {
     fill_512(k);
+    k->encode = encode;
 }
