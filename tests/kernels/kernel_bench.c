@@ -198,6 +198,102 @@ static void bench_attend(const char *name, const hsri_kernels *kernels, const ch
     }
 }
 
+/* A page of noise, encoded, with a basis that leaves keys as they are. */
+static void encode_noise(const hsri_kernels *kernels, hsri_kv_type format, uint32_t d, float *calibration, uint8_t *slot)
+{
+    float *k = malloc(2ull * HSRI_PAGE_TOKENS * d * sizeof *k), *scratch = malloc(hsri_encode_scratch(d) * sizeof *scratch);
+    hsri_page_header header = { .magic = HSRI_PAGE_MAGIC, .format = (uint16_t)format, .head_dim = (uint16_t)d };
+    if (k == NULL || scratch == NULL) {
+        exit(2);
+    }
+    memset(calibration, 0, hsri_calibration_floats(d) * sizeof *calibration);
+    for (uint32_t i = 0; i < d; i++) {
+        calibration[i * d + i] = calibration[d * d + i * d + i] = 1;
+    }
+    hsri_calibration_record record = hsri_calibration_at(calibration, 1, 0, 0, d);
+    fill_values(k, 2ull * HSRI_PAGE_TOKENS * d, VALUES_UNIT);
+    kernels->page.encode[format](slot, &header, d, k, k + HSRI_PAGE_TOKENS * d, &record, scratch);
+    memcpy(slot, &header, sizeof header);
+    free(k);
+    free(scratch);
+}
+
+/* Slots of pages that follow each other in a sequence are this far apart: those of other layers and heads lie between. */
+#define SLOT_STEP 91u
+
+/* Seconds of a group of `n_queries`: the best of many, with its pages in memory (n_slots large) or in the caches. */
+static double time_units(const hsri_kernels *kernels, hsri_kv_type format, hsri_units_args a, const uint8_t *slots, uint64_t slot,
+                         uint32_t n_slots)
+{
+    static const uint8_t units[4] = { 0, 1, 2, 3 };
+    uint8_t unit_of[HSRI_UNITS_MAX];
+    const uint8_t *slot_of[HSRI_UNITS_MAX];
+    double best = 1e30;
+    uint32_t at = 0;
+    a.slots = slot_of;
+    a.units = unit_of;
+    a.n_units = HSRI_UNITS_MAX;
+    for (uint32_t g = 0; g < 6000; g++) {
+        for (uint32_t i = 0; i < HSRI_UNITS_MAX; i++) {
+            unit_of[i] = units[i % 4];
+            slot_of[i] = slots + at * slot;
+            at = i % 4 == 3 ? (at + SLOT_STEP) % n_slots : at;
+        }
+        uint64_t start = now(1);
+        kernels->page.attend[format](&a);
+        double seconds = (double)(now(1) - start) * 1e-9;
+        best = seconds < best ? seconds : best;
+    }
+    return best;
+}
+
+static void bench_formats(const char *name, const hsri_kernels *kernels, const char *only)
+{
+    static const char *const formats[HSRI_N_KV_FORMATS] = { "f32", "bf16", "int8", "compact", "vtq" };
+    static const uint32_t head_dims[] = { 64, 128 }, query_counts[] = { 1, 3, 7, 16, 63 };
+    for (int format = HSRI_N_KV_TYPES; format < HSRI_N_KV_FORMATS; format++) {
+        for (size_t h = 0; h < 2; h++) {
+            uint32_t d = head_dims[h];
+            if (!wanted(only, "attend", formats[format], d == 64 ? "d=64" : "d=128")) {
+                continue;
+            }
+            uint64_t slot = hsri_round_up(hsri_page_bytes((hsri_kv_type)format, d), 4096);
+            uint32_t n_slots = (uint32_t)((128ull << 20) / slot);
+            uint8_t *slots = hsri_new_aligned(n_slots, slot);
+            float *queries = hsri_new_aligned(64, d * 4), *partials = hsri_new_aligned(64, (d + 2) * 4);
+            float *scratch = hsri_new_aligned(HSRI_UNITS_SCRATCH, 4), *calibration = hsri_new_aligned(hsri_calibration_floats(d), 4);
+            const float *q[64];
+            float *o[64];
+            if (slots == NULL || queries == NULL || partials == NULL || scratch == NULL || calibration == NULL) {
+                exit(2);
+            }
+            encode_noise(kernels, (hsri_kv_type)format, d, calibration, slots);
+            for (uint32_t i = 1; i < n_slots; i++) {
+                memcpy(slots + i * slot, slots, slot);
+            }
+            fill_values(queries, 64ull * d, VALUES_UNIT);
+            for (uint32_t i = 0; i < 64; i++) {
+                q[i] = queries + i * d;
+                o[i] = partials + i * (d + 2);
+            }
+            printf("%-10s attend %-7s d=%-15u", name, formats[format], d);
+            for (size_t c = 0; c < sizeof query_counts / sizeof *query_counts; c++) {
+                hsri_units_args a = { .head_dim = d, .scale = 0.125f, .n_queries = query_counts[c], .queries = q, .rotated = q,
+                                      .partials = o, .scratch = scratch, .calibration = hsri_calibration_at(calibration, 1, 0, 0, d) };
+                double near = time_units(kernels, (hsri_kv_type)format, a, slots, slot, 17);
+                double far = time_units(kernels, (hsri_kv_type)format, a, slots, slot, n_slots);
+                printf("  Q=%-2u %5.0f %5.0f ns/page", query_counts[c], near * 1e9 / 16, far * 1e9 / 16);
+            }
+            printf("\n");
+            free(slots);
+            free(queries);
+            free(partials);
+            free(scratch);
+            free(calibration);
+        }
+    }
+}
+
 static void bench_rows(const char *name, const hsri_kernels *kernels)
 {
     enum { N = 1536, REPEATS = 20000 };
@@ -250,6 +346,7 @@ void bench_level(const char *name, const hsri_kernels *kernels, uint32_t n_threa
     memset(arena, 0x11, ARENA_BYTES);
     bench_linear(name, kernels, arena, n_threads, only);
     bench_attend(name, kernels, only);
+    bench_formats(name, kernels, only);
     if (only == NULL) {
         bench_rows(name, kernels);
     }

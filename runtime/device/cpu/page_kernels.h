@@ -48,4 +48,6 @@ void hsri_page_kernels_fill_avx2(hsri_page_kernels *k);    /* x86/formats_avx2.c
 void hsri_page_kernels_fill_avx512(hsri_page_kernels *k);  /* x86/formats_avx512.c */
 void hsri_page_kernels_fill_amx(hsri_page_kernels *k);     /* x86/formats_amx.c */
 
+void hsri_attend_compact_amx(const hsri_units_args *a);    /* x86/compact_amx.c */
+
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* AMX: attention over int8 and compact pages in tiles. Codes are whole or half numbers that bf16 holds exactly; queries, scaled by the
- * page's key scales, and softmax weights are rounded to bf16, as for bf16 pages. Means stay in float: the page's mean key is what sums
- * of scores start from, its mean value is added once for all its tokens.
+/* AMX: attention over int8 pages in tiles. Codes are whole numbers that bf16 holds exactly; queries, scaled by the page's key scales, and
+ * softmax weights are rounded to bf16, as for bf16 pages. Means stay in float: the page's mean key is what sums of scores start from, its
+ * mean value is added once for all its tokens.
  *
  * A page's codes become tiles: of 16 pairs of components x 16 tokens for keys, of 16 pairs of tokens x 16 components for values. A row's
  * sums do not depend on the other rows of its tile. Tiles are set up and released inside each call. */
@@ -162,130 +162,27 @@ static void fetch(const uint8_t *at, size_t bytes)
 }
 
 /* What the next run will read: pages are too short for the hardware to find out in time. */
-static void fetch_run(hsri_kv_type format, const hsri_units_args *a, uint32_t first, bool values)
+static void fetch_run(const hsri_units_args *a, uint32_t first, bool values)
 {
     const uint32_t d = a->head_dim;
     if (first >= a->n_units) {
         return;
     }
     page_run run = run_at(a, first);
-    fetch(run.slot, HSRI_PAGE_HEADER_BYTES + (format == HSRI_KV_TYPE_INT8 ? 16 * d : 4 * d));
-    if (format == HSRI_KV_TYPE_INT8 && !values) {
+    fetch(run.slot, HSRI_PAGE_HEADER_BYTES + 16 * d);
+    if (!values) {
         fetch(hsri_int8_keys(run.slot, d), HSRI_PAGE_TOKENS * d);
         return;
     }
     for (uint32_t u = 0; u < run.n; u++) {
-        if (format == HSRI_KV_TYPE_INT8) {
-            fetch(hsri_int8_values(run.slot, d) + run.units[u] * HSRI_UNIT_TOKENS * d, HSRI_UNIT_TOKENS * d);
-        } else if (values) {
-            fetch(hsri_value_unit(format, run.slot, d, run.units[u]), hsri_value_unit_bytes(format, d));
-        } else {
-            fetch(hsri_key_nibbles(run.slot, d, run.units[u]), 4 * d);
-            fetch(hsri_key_pairs(run.slot, d, run.units[u]), 2 * d);
-            fetch(hsri_key_lows(run.slot, d, run.units[u]), 3 * d / 4);
-        }
+        fetch(hsri_int8_values(run.slot, d) + run.units[u] * HSRI_UNIT_TOKENS * d, HSRI_UNIT_TOKENS * d);
     }
 }
 
 /* ---- codes as bf16 ---- */
 
-/* A look-up takes five bits of each word: the table repeats, since bits above the code are another's. */
-static const _Alignas(64) uint16_t nibble_numbers[32] = {
-    0xc0f0, 0xc0d0, 0xc0b0, 0xc090, 0xc060, 0xc020, 0xbfc0, 0xbf00, 0x3f00, 0x3fc0, 0x4020, 0x4060, 0x4090, 0x40b0, 0x40d0, 0x40f0,
-    0xc0f0, 0xc0d0, 0xc0b0, 0xc090, 0xc060, 0xc020, 0xbfc0, 0xbf00, 0x3f00, 0x3fc0, 0x4020, 0x4060, 0x4090, 0x40b0, 0x40d0, 0x40f0,
-};
-
-INLINE __m512i pair_numbers(void)
-{
-    return _mm512_set1_epi64((long long)0x3fc03f00bf00bfc0ull);   /* -1.5, -0.5, 0.5, 1.5 */
-}
-
-/* Eight nibbles of each dword: rows of pairs (0, 1), (2, 3), (4, 5), (6, 7), as indices. */
-INLINE void nibble_rows(const uint8_t *dwords, __m512i rows[4])
-{
-    const __m512i bytes01 = _mm512_set4_epi32(0x0d0d0c0c, 0x09090808, 0x05050404, 0x01010000);
-    const __m512i bytes23 = _mm512_set4_epi32(0x0f0f0e0e, 0x0b0b0a0a, 0x07070606, 0x03030202);
-    __m512i v = _mm512_loadu_si512(dwords);
-    rows[0] = _mm512_shuffle_epi8(v, bytes01);
-    rows[1] = _mm512_shuffle_epi8(v, bytes23);
-    rows[2] = _mm512_srli_epi16(rows[0], 4);
-    rows[3] = _mm512_srli_epi16(rows[1], 4);
-}
-
 /* Where a row of components (2 pair, 2 pair + 1) is in the tiles of a unit. */
 INLINE uint8_t *key_row(uint8_t *tiles, uint32_t pair) { return tiles + pair / 16 * (4 * TILE_BYTES) + pair % 16 * 64; }
-
-/* The numbers of a row of 6-bit components: indices `high` of 4 bits, and the planes of their low bits. */
-INLINE __m512i six_bits(__m512i high, const uint8_t *lows)
-{
-    const __m512i shifts = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i even = _mm512_set1_epi32(3), both = _mm512_set1_epi32(0x00030003);
-    /* -31.5 .. 31.5 */
-    static const _Alignas(64) uint16_t numbers[64] = {
-        0xc1fc, 0xc1f4, 0xc1ec, 0xc1e4, 0xc1dc, 0xc1d4, 0xc1cc, 0xc1c4, 0xc1bc, 0xc1b4, 0xc1ac, 0xc1a4, 0xc19c, 0xc194, 0xc18c, 0xc184,
-        0xc178, 0xc168, 0xc158, 0xc148, 0xc138, 0xc128, 0xc118, 0xc108, 0xc0f0, 0xc0d0, 0xc0b0, 0xc090, 0xc060, 0xc020, 0xbfc0, 0xbf00,
-        0x3f00, 0x3fc0, 0x4020, 0x4060, 0x4090, 0x40b0, 0x40d0, 0x40f0, 0x4108, 0x4118, 0x4128, 0x4138, 0x4148, 0x4158, 0x4168, 0x4178,
-        0x4184, 0x418c, 0x4194, 0x419c, 0x41a4, 0x41ac, 0x41b4, 0x41bc, 0x41c4, 0x41cc, 0x41d4, 0x41dc, 0x41e4, 0x41ec, 0x41f4, 0x41fc,
-    };
-    int32_t plane[2];
-    memcpy(plane, lows, sizeof plane);
-    __m512i low0 = _mm512_and_si512(_mm512_srlv_epi32(_mm512_set1_epi32(plane[0]), shifts), even);
-    __m512i low1 = _mm512_slli_epi32(_mm512_srlv_epi32(_mm512_set1_epi32(plane[1]), shifts), 16);
-    __m512i low = _mm512_and_si512(_mm512_or_si512(low0, low1), both);
-    __m512i index = _mm512_or_si512(_mm512_slli_epi16(high, 2), low);
-    return _mm512_permutex2var_epi16(_mm512_load_si512(numbers), index, _mm512_load_si512(numbers + 32));
-}
-
-static void unpack_compact_keys(const uint8_t *slot, uint32_t d, uint32_t unit, uint8_t *tiles)
-{
-    const __m512i table = _mm512_load_si512(nibble_numbers);
-    const __m512i twice = _mm512_set_epi16(15, 15, 14, 14, 13, 13, 12, 12,
-                                           11, 11, 10, 10, 9, 9, 8, 8, 7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    const uint8_t *nibbles = hsri_key_nibbles(slot, d, unit), *pairs = hsri_key_pairs(slot, d, unit), *lows = hsri_key_lows(slot, d, unit);
-    const uint32_t n6 = hsri_n6(d);
-    for (uint32_t j = 0; j < d / 2; j += 8) {
-        __m512i rows[4];
-        nibble_rows(nibbles + 8 * j, rows);
-        UNROLL
-        for (uint32_t i = 0; i < 4; i++) {
-            uint32_t c = j + 2 * i;
-            __m512i numbers = _mm512_permutexvar_epi16(rows[i], table);
-            if (c + 1 < n6) {
-                numbers = six_bits(rows[i], lows + 4 * c);
-            } else if (c < n6) {
-                uint8_t last[8] = { 0 };
-                memcpy(last, lows + 4 * c, 4);
-                numbers = _mm512_mask_mov_epi16(numbers, 0x55555555, six_bits(rows[i], last));
-            }
-            _mm512_store_si512(key_row(tiles, c / 2), numbers);
-        }
-    }
-    for (uint32_t j = 0; j < d / 2; j += 8) {
-        __m512i words = _mm512_permutexvar_epi16(twice, _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(pairs + 4 * j))));
-        UNROLL
-        for (uint32_t i = 0; i < 4; i++) {
-            __m512i index = _mm512_srlv_epi16(words, _mm512_set1_epi32((int)((4 * i + 2) << 16 | 4 * i)));
-            _mm512_store_si512(key_row(tiles, d / 4 + j / 2 + i), _mm512_permutexvar_epi16(index, pair_numbers()));
-        }
-    }
-}
-
-/* Rows of 16 token pairs, of which this unit has half; strips of 16 components. */
-static void unpack_compact_values(const uint8_t *slot, uint32_t d, uint32_t unit, uint8_t *tiles)
-{
-    const __m512i table = _mm512_load_si512(nibble_numbers);
-    const uint8_t *codes = hsri_value_unit(HSRI_KV_TYPE_COMPACT, slot, d, unit);
-    for (uint32_t octet = 0; octet < 2; octet++) {
-        for (uint32_t j = 0; j < d; j += 16) {
-            __m512i rows[4];
-            nibble_rows(codes + (octet * d + j) * 4, rows);
-            UNROLL
-            for (uint32_t i = 0; i < 4; i++) {
-                _mm512_store_si512(tiles + j / 16 * TILE_BYTES + (octet * 4 + i) * 64, _mm512_permutexvar_epi16(rows[i], table));
-            }
-        }
-    }
-}
 
 /* Bytes of two rows side by side as bf16 */
 INLINE __m512i int8_row(__m128i even, __m128i odd)
@@ -295,7 +192,7 @@ INLINE __m512i int8_row(__m128i even, __m128i odd)
     return _mm512_or_si512(_mm512_srli_epi32(c0, 16), c1);   /* the low halves are zeros */
 }
 
-static void unpack_int8_keys(const uint8_t *slot, uint32_t d, uint32_t unit, uint8_t *tiles)
+static void unpack_keys(const uint8_t *slot, uint32_t d, uint32_t unit, uint8_t *tiles)
 {
     const uint8_t *keys = hsri_int8_keys(slot, d) + unit * HSRI_UNIT_TOKENS;
     for (uint32_t j = 0; j < d; j += 2) {
@@ -305,7 +202,7 @@ static void unpack_int8_keys(const uint8_t *slot, uint32_t d, uint32_t unit, uin
     }
 }
 
-static void unpack_int8_values(const uint8_t *slot, uint32_t d, uint32_t unit, uint8_t *tiles)
+static void unpack_values(const uint8_t *slot, uint32_t d, uint32_t unit, uint8_t *tiles)
 {
     const uint8_t *values = hsri_int8_values(slot, d) + unit * HSRI_UNIT_TOKENS * d;
     for (uint32_t t = 0; t < HSRI_UNIT_TOKENS; t += 2) {
@@ -319,63 +216,43 @@ static void unpack_int8_values(const uint8_t *slot, uint32_t d, uint32_t unit, u
 
 /* ---- scales and means ---- */
 
-INLINE void read_scales(hsri_kv_type format, const work *w, const prepared *p, const uint8_t *slot, bool values)
+static void read_scales(const work *w, const prepared *p, bool values)
 {
     const uint32_t d = w->a->head_dim;
-    if (format == HSRI_KV_TYPE_INT8) {
-        const uint8_t *mean = hsri_int8_array(slot, d, values ? HSRI_INT8_V_MEAN : HSRI_INT8_K_MEAN);
-        const uint8_t *scale = hsri_int8_array(slot, d, values ? HSRI_INT8_V_SCALE : HSRI_INT8_K_SCALE);
-        for (uint32_t j = 0; j < d; j += 16) {
-            _mm512_storeu_ps(p->mean + j, _mm512_maskz_loadu_ps(lanes(d - j), mean + 4 * j));
-            _mm512_storeu_ps(p->scale + j, _mm512_maskz_loadu_ps(lanes(d - j), scale + 4 * j));
-        }
-        return;
-    }
-    hsri_page_header h;
-    memcpy(&h, slot, sizeof h);
-    const uint8_t *bytes = values ? hsri_value_scales(slot, d) : hsri_key_scales(slot);
-    const uint8_t *means = values ? hsri_value_means(slot, d) : hsri_key_means(slot, d);
-    const float *about = values ? w->a->calibration.mean_v : w->a->calibration.mean_k;
-    __m512 unit = _mm512_set1_ps(values ? h.v_unit : h.k_unit), step = _mm512_set1_ps(values ? h.v_scale : h.k_scale);
+    const uint8_t *mean = hsri_int8_array(p->run.slot, d, values ? HSRI_INT8_V_MEAN : HSRI_INT8_K_MEAN);
+    const uint8_t *scale = hsri_int8_array(p->run.slot, d, values ? HSRI_INT8_V_SCALE : HSRI_INT8_K_SCALE);
     for (uint32_t j = 0; j < d; j += 16) {
-        __m512i byte = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(bytes + j)));
-        __m512i scale = _mm512_add_epi32(_mm512_slli_epi32(byte, HSRI_SCALE_SHIFT), _mm512_set1_epi32((int)HSRI_SCALE_BIAS));
-        __m512 mean = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(means + j))));
-        _mm512_storeu_ps(p->scale + j, _mm512_mul_ps(unit, _mm512_castsi512_ps(scale)));
-        _mm512_storeu_ps(p->mean + j, _mm512_fmadd_ps(step, mean, _mm512_loadu_ps(about + j)));
+        _mm512_storeu_ps(p->mean + j, _mm512_maskz_loadu_ps(lanes(d - j), mean + 4 * j));
+        _mm512_storeu_ps(p->scale + j, _mm512_maskz_loadu_ps(lanes(d - j), scale + 4 * j));
     }
 }
 
 /* ---- scores ---- */
 
-INLINE void scale_query(hsri_kv_type format, const work *w, const prepared *p, uint32_t query)
+static void scale_query(const work *w, const prepared *p, uint32_t query)
 {
     const uint32_t d = w->a->head_dim, stride = w->n_steps * 32;
-    const float *q = w->a->queries[query], *x = format == HSRI_KV_TYPE_INT8 ? q : w->a->rotated[query];
+    const float *q = w->a->queries[query];
     __m512 sum = _mm512_setzero_ps();
     for (uint32_t j = 0; j < stride; j += 16) {
         __mmask16 m = j < d ? lanes(d - j) : 0;
-        __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, x + j), _mm512_maskz_loadu_ps(m, p->scale + j));
+        __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, q + j), _mm512_maskz_loadu_ps(m, p->scale + j));
         _mm256_storeu_si256((__m256i *)(p->scaled + query * stride + j), (__m256i)_mm512_cvtneps_pbh(scaled));
         sum = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(m, q + j), _mm512_maskz_loadu_ps(m, p->mean + j), sum);
     }
     _mm512_store_ps(p->start + query * 16, _mm512_set1_ps(_mm512_reduce_add_ps(sum)));
 }
 
-INLINE void prepare_keys(hsri_kv_type format, const work *w, prepared *p, uint32_t first)
+static void prepare_keys(const work *w, prepared *p, uint32_t first)
 {
     p->run = run_at(w->a, first);
-    fetch_run(format, w->a, first + p->run.n, false);
-    read_scales(format, w, p, p->run.slot, false);
+    fetch_run(w->a, first + p->run.n, false);
+    read_scales(w, p, false);
     for (uint32_t i = 0; i < w->a->n_queries; i++) {
-        scale_query(format, w, p, i);
+        scale_query(w, p, i);
     }
     for (uint32_t u = 0; u < p->run.n; u++) {
-        if (format == HSRI_KV_TYPE_INT8) {
-            unpack_int8_keys(p->run.slot, w->a->head_dim, p->run.units[u], p->codes + u * TILE_BYTES);
-        } else {
-            unpack_compact_keys(p->run.slot, w->a->head_dim, p->run.units[u], p->codes + u * TILE_BYTES);
-        }
+        unpack_keys(p->run.slot, w->a->head_dim, p->run.units[u], p->codes + u * TILE_BYTES);
     }
 }
 
@@ -474,20 +351,15 @@ static void add_product(const work *w, const product *x)
     }
 }
 
-INLINE void prepare_values(hsri_kv_type format, const work *w, prepared *p, uint32_t first)
+static void prepare_values(const work *w, prepared *p, uint32_t first)
 {
     const uint32_t d = w->a->head_dim, n_strips = (uint32_t)hsri_div_up(d, 16);
     const size_t step_bytes = (size_t)n_strips * TILE_BYTES;
     p->run = run_at(w->a, first);
-    fetch_run(format, w->a, first + p->run.n, true);
-    read_scales(format, w, p, p->run.slot, true);
+    fetch_run(w->a, first + p->run.n, true);
+    read_scales(w, p, true);
     for (uint32_t u = 0; u < p->run.n; u++) {
-        uint8_t *tiles = p->codes + u / 2 * step_bytes + u % 2 * (TILE_BYTES / 2);
-        if (format == HSRI_KV_TYPE_INT8) {
-            unpack_int8_values(p->run.slot, d, p->run.units[u], tiles);
-        } else {
-            unpack_compact_values(p->run.slot, d, p->run.units[u], tiles);
-        }
+        unpack_values(p->run.slot, d, p->run.units[u], p->codes + u / 2 * step_bytes + u % 2 * (TILE_BYTES / 2));
     }
     for (uint32_t s = 0; p->run.n % 2 == 1 && s < n_strips; s++) {
         memset(p->codes + p->run.n / 2 * step_bytes + s * TILE_BYTES + TILE_BYTES / 2, 0, TILE_BYTES / 2);
@@ -527,28 +399,28 @@ static void value_page(const work *w, const prepared *p, uint32_t step, const fl
 
 /* ---- calls ---- */
 
-INLINE void score_all(hsri_kv_type format, work *w)
+static void score_all(work *w)
 {
-    prepare_keys(format, w, &w->pages[0], 0);
+    prepare_keys(w, &w->pages[0], 0);
     for (uint32_t i = 0, which = 0; i < w->a->n_units; which ^= 1) {
         i += w->pages[which].run.n;
         if (i < w->a->n_units) {
-            prepare_keys(format, w, &w->pages[which ^ 1], i);
+            prepare_keys(w, &w->pages[which ^ 1], i);
         }
         score_page(w, &w->pages[which]);
     }
 }
 
-INLINE void value_all(hsri_kv_type format, work *w)
+static void value_all(work *w)
 {
     uint32_t step = 0;
     const float *sums = w->sums;
-    prepare_values(format, w, &w->pages[0], 0);
+    prepare_values(w, &w->pages[0], 0);
     for (uint32_t i = 0, which = 0; i < w->a->n_units; which ^= 1) {
         const prepared *p = &w->pages[which];
         i += p->run.n;
         if (i < w->a->n_units) {
-            prepare_values(format, w, &w->pages[which ^ 1], i);
+            prepare_values(w, &w->pages[which ^ 1], i);
         }
         value_page(w, p, step, sums);
         step += (p->run.n + 1) / 2;
@@ -557,7 +429,7 @@ INLINE void value_all(hsri_kv_type format, work *w)
 }
 
 /* n_units > 0 */
-INLINE void attend_any(hsri_kv_type format, const hsri_units_args *a)
+static void attend_int8(const hsri_units_args *a)
 {
     work w = work_of(a);
     tiles_configure(w.rows);
@@ -568,21 +440,18 @@ INLINE void attend_any(hsri_kv_type format, const hsri_units_args *a)
             memset(key_row(w.pages[1].codes + u * TILE_BYTES, pair), 0, 64);
         }
     }
-    score_all(format, &w);
+    score_all(&w);
     for (uint32_t i = 0; i < a->n_queries; i++) {
         float *partial = a->partials[i];
         softmax(&w, i, &partial[0], &partial[1]);
         memset(partial + 2, 0, a->head_dim * sizeof *partial);
     }
-    value_all(format, &w);
+    value_all(&w);
     tiles_release();
 }
-
-static void attend_int8(const hsri_units_args *a) { attend_any(HSRI_KV_TYPE_INT8, a); }
-static void attend_compact(const hsri_units_args *a) { attend_any(HSRI_KV_TYPE_COMPACT, a); }
 
 void hsri_page_kernels_fill_amx(hsri_page_kernels *k)
 {
     k->attend[HSRI_KV_TYPE_INT8] = attend_int8;
-    k->attend[HSRI_KV_TYPE_COMPACT] = attend_compact;
+    k->attend[HSRI_KV_TYPE_COMPACT] = hsri_attend_compact_amx;
 }
