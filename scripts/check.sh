@@ -26,12 +26,12 @@ build() { ninja -C "$1" --quiet all meson-test-prereq; }
 # With line numbers for what sanitizers report, and no more: compilers take half as long for -O1 -g1 as for -O2 -g.
 sanitized=(-Doptimization=1 -Ddebug=false -Db_ndebug=false -Dc_args=-g1)
 
-step "thread sanitizer: unit tests"
+step "thread sanitizer: unit tests with threads"
 CC=gcc configure build/tsan "${sanitized[@]}" -Db_sanitize=thread
 build build/tsan
 # Without address randomisation: the sanitizer's fixed shadow does not fit every layout of recent kernels.
 TSAN_OPTIONS=halt_on_error=1 meson test -C build/tsan --quiet --print-errorlogs --timeout-multiplier 8 \
-    --suite unit --no-suite compute --wrapper "setarch $(uname -m) -R"
+    --suite threads --wrapper "setarch $(uname -m) -R"
 
 step "address and undefined-behaviour sanitizers: C tests"
 CC=gcc configure build/asan "${sanitized[@]}" -Dwheel=true -Db_sanitize=address,undefined \

@@ -50,7 +50,7 @@ def random_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def random_path(random_folder, cache):
-    with hs.load(random_folder, dtype="f32", cache_dir=cache, threads=1) as model:
+    with hs.load(random_folder, dtype="f32", cache_dir=cache, threads=1, calibration=False) as model:
         return model.path
 
 
@@ -435,6 +435,7 @@ def test_an_empty_prompt_with_a_begin_token(tmp_path, cache) -> None:
         assert session.tokens.count(0) == 1
 
 
+@pytest.mark.slow
 def test_context_borders(model) -> None:
     for n, context in ((257, 256), (4097, None), (256, 256)):
         steps = model.stats().n_steps
