@@ -293,7 +293,8 @@ static void check_scores(const world *w, const record *r, int32_t isa)
     enum { HEADS = 7 };
     static float mass[HEADS][HSRI_SEGMENT_CLUSTERS], alone[HSRI_SEGMENT_CLUSTERS];
     uint32_t     d = w->d;
-    float       *queries = malloc(HEADS * d * sizeof *queries), *rotated = malloc(HEADS * d * sizeof *rotated), references[HEADS], sums[HEADS];
+    float       *queries = malloc(HEADS * d * sizeof *queries), *rotated = malloc(HEADS * d * sizeof *rotated);
+    float        references[HEADS], sums[HEADS];
     double       worst = 0;
     hsri_kernels kernels;
 

@@ -228,9 +228,8 @@ static void test_scores(const hsri_kernels *kernels)
         double                  scale = 1 / sqrt(d);
         uint8_t                *slots = hsri_new_aligned(PAGES, s.entry_bytes), *code_slots = hsri_new_aligned(PAGES, s.code_bytes);
         const uint8_t          *entries[PAGES], *codes[PAGES];
-        hsri_score_args         a = { .entries = entries, .codes = codes, .n_pages = n_pages, .n_heads = n_heads, .shape = &s, .scale = (float)scale,
-                                      .queries = queries,
-                                      .rotated = rotated, .reference = references,
+        hsri_score_args         a = { .entries = entries, .codes = codes, .n_pages = n_pages, .n_heads = n_heads, .shape = &s,
+                                      .scale = (float)scale, .queries = queries, .rotated = rotated, .reference = references,
                                       .mean_k = s.kind == HSRI_INDEX_SKETCH ? calibration.mean_k : NULL,
                                       .mass = mass, .mass_stride = PAGES * UNITS + 3 };
         hsri_score_fn           by_kind[] = { [HSRI_INDEX_SKETCH] = kernels->sparse.score_sketch,
@@ -257,7 +256,8 @@ static void test_scores(const hsri_kernels *kernels)
             double limit = score_limit(&s, entries, n_pages, selector, rotated + h * d, scale);
 
             for (uint32_t u = 0; u < n_pages * UNITS; u++) {
-                double want = unit_log_mass(&s, entries[u / UNITS], codes[u / UNITS], record, selector, u % UNITS, queries + h * d, rotated + h * d, scale);
+                double want = unit_log_mass(&s, entries[u / UNITS], codes[u / UNITS], record, selector, u % UNITS, queries + h * d,
+                                            rotated + h * d, scale);
                 double error = fabs(log((double)mass[h * a.mass_stride + u]) - (want - (double)references[h]));
 
                 worst = fmax(worst, error / limit);

@@ -245,7 +245,8 @@ static void make_clusters(world *w, rig *r)
             w->records[seq][i] = (8 + seq) << 8 | i;
         for (uint32_t i = 0; i < n_segments * KV_HEADS; i++) {
             hsri_cluster one = { .index = index,
-                                 .strips = hsri_at(strips, i / KV_HEADS * HSRI_SEGMENT_STRIPS * LAYERS * KV_HEADS * 4), .first_page = w->sink + i / KV_HEADS * HSRI_SEGMENT_PAGES,
+                                 .strips = hsri_at(strips, i / KV_HEADS * HSRI_SEGMENT_STRIPS * LAYERS * KV_HEADS * 4),
+                                 .first_page = w->sink + i / KV_HEADS * HSRI_SEGMENT_PAGES,
                                  .layer = LAYER, .head = (uint16_t)(i % KV_HEADS),
                                  .record = w->records[seq][(i / KV_HEADS * LAYERS + LAYER) * KV_HEADS + i % KV_HEADS],
                                  .index_shape = w->shape };

@@ -363,7 +363,8 @@ static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
         uint32_t          kv_head = (uint32_t)i, *work = job->cluster_work + work_at(job, p, kv_head);
         contest           c = { .job = job, .pick = p, .kv_head = kv_head, .n_clusters = p->n_segments * CLUSTERS,
                                 .worth = job->cluster_worth + list_at(job, p, kv_head) * most,
-                                .best = job->cluster_best + list_at(job, p, kv_head) * job->max_segments * SEGMENT_SETS, .index = work, .bits = work + most, .weight = work + 2 * most, .rivals = work + 3 * most };
+                                .best = job->cluster_best + list_at(job, p, kv_head) * job->max_segments * SEGMENT_SETS,
+                                .index = work, .bits = work + most, .weight = work + 2 * most, .rivals = work + 3 * most };
 
         if (p->all_clusters)
             take_all(&c);
