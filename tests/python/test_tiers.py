@@ -481,7 +481,7 @@ def test_estimating_beside_waiting(trusting, cold):
     late = replace(SKETCH, late="estimate")
     with hs.load(trusting, threads=2) as model, model.session(**options("sketch", "bf16")) as session:
         want = run(session)
-    with hs.load(trusting, threads=2, chunk=128, hot="18MiB", cold=cold, cold_size="128MiB") as model:
+    with hs.load(trusting, threads=2, chunk=128, hot="20MiB", cold=cold, cold_size="128MiB") as model:
         sessions = [model.session(**options("sketch", "bf16") | {"profile": profile}) for profile in (SKETCH, late)]
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             got = list(pool.map(run, sessions))
@@ -531,7 +531,7 @@ def test_guessing_for_several_sessions_at_a_time(model_file, cold):
     for profile in profiles:
         with hs.load(model_file, threads=2) as model, model.session(**options("sketch", "bf16") | {"profile": profile}) as session:
             wants.append(run(session))
-    with hs.load(model_file, threads=2, chunk=128, hot="20MiB", cold=cold, cold_size="256MiB", prefetch_sources=SOURCES) as model:
+    with hs.load(model_file, threads=2, chunk=128, hot="22MiB", cold=cold, cold_size="256MiB", prefetch_sources=SOURCES) as model:
         sessions = [model.session(**options("sketch", "bf16") | {"profile": profile}) for profile in profiles]
         with concurrent.futures.ThreadPoolExecutor(3) as pool:
             got = list(pool.map(run, sessions))
