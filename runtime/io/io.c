@@ -327,7 +327,7 @@ static uint64_t sleep_ns(const hsri_io *io, uint64_t now, uint64_t until)
 {
     const hsri_job *job = oldest(io);
     if (job && io->opts.deadline_ms)
-        until = hsri_min(until, job->since_ns + io->opts.deadline_ms * NS_PER_MS);
+        until = hsri_min(until, hsri_min(job->since_ns + io->opts.deadline_ms * NS_PER_MS, now + HSRI_WATCH_NS));
     for (const hsri_link *link = io->delayed.next; link != &io->delayed; link = link->next)
         until = hsri_min(until, HSRI_MEMBER(link, hsri_op, place)->due_ns);
     if (until == UINT64_MAX)
@@ -344,6 +344,15 @@ static void advance(hsri_io *io, uint64_t now)
     hsri_io_start_waiting(io);
 }
 
+/* Sleep in the engine. Requests do not grow older while the process is stopped. */
+static void collect(hsri_io *io, uint64_t now, uint64_t sleep)
+{
+    io->engine->collect(io->engine, sleep, &io->ended);
+    const uint64_t stopped = hsri_stopped_ns(now, sleep);
+    for (hsri_link *link = io->by_age.next; stopped > 0 && link != &io->by_age; link = link->next)
+        HSRI_MEMBER(link, hsri_job, age)->since_ns += stopped;
+}
+
 uint32_t hsri_io_wait(hsri_io *io, hsri_io_done *done, uint32_t max, uint64_t timeout_ms)
 {
     if (forked(io) || max == 0)
@@ -353,7 +362,7 @@ uint32_t hsri_io_wait(hsri_io *io, hsri_io_done *done, uint32_t max, uint64_t ti
     for (;; now = hsri_now_ns()) {
         advance(io, now);
         bool stay = hsri_link_empty(&io->reports) && hsri_link_empty(&io->ended) && !atomic_load(&io->woken) && now < until;
-        io->engine->collect(io->engine, stay ? sleep_ns(io, now, until) : 0, &io->ended);
+        collect(io, now, stay ? sleep_ns(io, now, until) : 0);
         if (!hsri_link_empty(&io->ended)) {
             advance(io, now);
             io->engine->collect(io->engine, 0, &io->ended);   /* the caller may be busy for a while: let the system start */

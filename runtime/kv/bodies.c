@@ -370,7 +370,7 @@ static void take_in(hsri_tiers *t, const hsri_moved *moved)
     }
 }
 
-uint32_t hsri_tiers_collect(hsri_tiers *t, uint64_t timeout_ms)
+static uint32_t collect_within(hsri_tiers *t, uint64_t timeout_ms)
 {
     hsri_moved moved[COLLECT];
     uint32_t total = 0, n;
@@ -382,18 +382,31 @@ uint32_t hsri_tiers_collect(hsri_tiers *t, uint64_t timeout_ms)
     return total;
 }
 
-static uint64_t deadline_of(const hsri_tiers *t) { return hsri_now_ns() + t->opts.deadline_ms * 1000000ull; }
+uint64_t hsri_tiers_deadline(const hsri_tiers *t) { return hsri_now_ns() - t->stopped_ns + t->opts.deadline_ms * 1000000ull; }
 
-static uint64_t ms_until(uint64_t ns)
+uint64_t hsri_tiers_ms_until(const hsri_tiers *t, uint64_t deadline)
 {
-    uint64_t now = hsri_now_ns();
-    return now < ns ? (ns - now) / 1000000u + 1 : 0;
+    uint64_t now = hsri_now_ns() - t->stopped_ns;
+    return now < deadline ? (deadline - now) / 1000000u + 1 : 0;
+}
+
+uint32_t hsri_tiers_collect(hsri_tiers *t, uint64_t timeout_ms)
+{
+    const uint64_t end = hsri_now_ns() - t->stopped_ns + timeout_ms * 1000000ull;
+    for (;;) {
+        const uint64_t began = hsri_now_ns(), left = timeout_ms ? hsri_tiers_ms_until(t, end) : 0;
+        const uint64_t part = hsri_min(left, HSRI_WATCH_NS / 1000000u);
+        const uint32_t n = collect_within(t, part);
+        t->stopped_ns += hsri_stopped_ns(began, part * 1000000ull);
+        if (n > 0 || left <= part)
+            return n;
+    }
 }
 
 void hsri_tiers_drain(hsri_tiers *t)
 {
-    for (uint64_t end = deadline_of(t); t->n_zombies > 0 && ms_until(end) > 0; )
-        hsri_tiers_collect(t, ms_until(end));
+    for (uint64_t end = hsri_tiers_deadline(t); t->n_zombies > 0 && hsri_tiers_ms_until(t, end) > 0; )
+        hsri_tiers_collect(t, hsri_tiers_ms_until(t, end));
 }
 
 /* ---- holding ---- */
@@ -521,17 +534,17 @@ static hsr_status await_one(hsri_tiers *t, uint32_t body, uint64_t end, hsr_erro
             return lost(t, err);
         if (t->bodies[body].state == HSRI_PAGE_HOME)
             HSRI_TRY(read_again(t, body, err));
-        if (ms_until(end) == 0)
+        if (hsri_tiers_ms_until(t, end) == 0)
             return hsri_fail(err, HSR_E_IO, "%s: page %u of layer %u, head %u did not arrive within %u ms", t->opts.mover.directory,
                              t->bodies[body].page, t->bodies[body].layer, t->bodies[body].head, t->opts.deadline_ms);
-        hsri_tiers_collect(t, ms_until(end));
+        hsri_tiers_collect(t, hsri_tiers_ms_until(t, end));
     }
     return HSR_OK;
 }
 
 hsr_status hsri_bodies_await(hsri_tiers *t, const uint32_t *bodies, size_t n, size_t *lost_at, hsr_error *err)
 {
-    uint64_t start = hsri_now_ns(), end = deadline_of(t);
+    uint64_t start = hsri_now_ns(), end = hsri_tiers_deadline(t);
     hsri_tiers_collect(t, 0);
     bool waited = false;
     for (size_t i = 0; i < n; i++) {

@@ -74,6 +74,7 @@ struct hsri_tiers {
     uint64_t        n_alive, n_absent, n_writing;
     uint64_t        n_dirty;     /* sealed, of families with homes, and neither at home nor on the way there */
     uint64_t        n_clean;     /* in memory and at home */
+    uint64_t        stopped_ns;  /* of waits, in which the process did not run: no deadline counts it */
     uint64_t        n_zombies;   /* dropped, with a transfer that has not ended and is not past its deadline */
     uint64_t        n_homed;     /* families with homes */
     uint64_t        epoch;       /* pages that have changed their frame since there were none at all */
@@ -127,6 +128,11 @@ void hsri_family_free_if_empty(hsri_family *f);
 bool hsri_family_give_homes(hsri_family *f);
 
 /* ---- bodies.c ---- */
+
+/* When the time of a wait that begins now is up, and how much of it is left, at least 1 until then. Time in which the process was stopped
+ * does not count. */
+uint64_t hsri_tiers_deadline(const hsri_tiers *t);
+uint64_t hsri_tiers_ms_until(const hsri_tiers *t, uint64_t deadline);
 
 /* Take in ends, waiting for one up to timeout_ms. Returns how many. */
 uint32_t hsri_tiers_collect(hsri_tiers *t, uint64_t timeout_ms);

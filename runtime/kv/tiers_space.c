@@ -306,13 +306,13 @@ static hsr_status no_frame(const hsri_tiers *t, hsr_error *err)
 /* Wait for something that may free a frame. */
 static hsr_status wait_for_frame(hsri_tiers *t, uint64_t end, hsr_error *err)
 {
-    uint64_t failures = t->stats.write_failures, now = hsri_now_ns();
+    uint64_t failures = t->stats.write_failures, left = hsri_tiers_ms_until(t, end);
     write_urgently(t);
     if (t->n_moves == 0)
         return no_frame(t, err);
-    if (now >= end)
+    if (left == 0)
         return hsri_fail(err, HSR_E_IO, "%s: no page has left memory for %u ms", t->opts.mover.directory, t->opts.deadline_ms);
-    hsri_tiers_collect(t, (end - now) / 1000000u + 1);
+    hsri_tiers_collect(t, left);
     return t->stats.write_failures > failures && t->n_writing == 0 ? no_frame(t, err) : HSR_OK;
 }
 
@@ -355,7 +355,7 @@ static bool bring_into_reach(hsri_tiers *t, uint64_t n)
 
 bool hsri_tiers_make_available(hsri_tiers *t, uint64_t n)
 {
-    uint64_t end = hsri_now_ns() + t->opts.deadline_ms * 1000000ull, there;
+    uint64_t end = hsri_tiers_deadline(t), there;
     if (!bring_into_reach(t, n))
         return false;
     while ((there = hsri_pool_available(t->opts.pool)) < n)
@@ -368,7 +368,7 @@ bool hsri_tiers_make_available(hsri_tiers *t, uint64_t n)
 
 hsr_status hsri_frame_take(hsri_tiers *t, hsri_shelf *shelf, bool wait, uint32_t *entry, hsr_error *err)
 {
-    uint64_t end = hsri_now_ns() + t->opts.deadline_ms * 1000000ull;
+    uint64_t end = hsri_tiers_deadline(t);
     for (;;) {
         hsr_status status = take_free(t, shelf, entry, err);
         if (status != HSR_AGAIN)

@@ -599,6 +599,39 @@ static void test_urgency(hsri_io_kind kind)
     free(plan);
 }
 
+/* In a process of its own: a read that takes 1.2 s of at most 3. */
+static int read_slowly(hsri_io_kind kind)
+{
+    fault_plan *plan = new_plan();
+    hsri_io *io = make_io_with((hsri_io_opts){ .kind = kind, .queue_depth = 1, .deadline_ms = 3000, .faults = &plan->faults });
+    hsri_io_file *file = make_file(io);
+    uint8_t *m = new_memory(BLOCK);
+    hsri_io_done done;
+    if (transfer_status(io, ask(file, true, 0, m, BLOCK, 1)) != HSR_OK)
+        return 2;
+    plan_at(plan, 0, (hsri_io_fault){ .delay_ms = 1200 });
+    const hsri_io_request r = ask(file, false, 0, m, BLOCK, 2);
+    submit(io, &r, 1);
+    return collect(io, &done, 1) && done.status == HSR_OK && done.retired && stats_of(io).timeouts == 0 ? 0 : 1;
+}
+
+/* Requests of a process that is stopped for longer than their deadline do not time out. */
+static void test_stopped(void)
+{
+    const hsri_io_kind kinds[] = { HSRI_IO_PREAD, HSRI_IO_AUTO };
+    pid_t pids[2];
+    int status;
+    for (int i = 0; i < 2; i++)
+        if ((pids[i] = fork()) == 0)
+            _exit(read_slowly(kinds[i]));
+    usleep(400000);
+    for (int i = 0; i < 2; i++)
+        CHECK(kill(pids[i], SIGSTOP) == 0);
+    usleep(5000000);
+    for (int i = 0; i < 2; i++)
+        CHECK(kill(pids[i], SIGCONT) == 0 && waitpid(pids[i], &status, 0) == pids[i] && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
 static void test_deadline(hsri_io_kind kind)
 {
     fault_plan *plan = new_plan();
@@ -1436,6 +1469,7 @@ int main(void)
     test_extents_random();
     test_threads();
     test_stuck_thread();
+    test_stopped();
     in_child(child_no_tmpfile, NULL);
     if (have_uring) {
         test_kind(HSRI_IO_URING);

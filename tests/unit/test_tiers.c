@@ -4,6 +4,8 @@
  * number through the table on the device, wherever the page has been. Afterwards every counter must be back. */
 #include <errno.h>
 #include <pthread.h>
+#include <signal.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include "base/array.h"
@@ -633,6 +635,44 @@ static void test_faults(void)
     run_with_fault((hsri_io_fault){ .limited = true, .limit = 4096 }, false, HSRI_IO_READ, 0, 1000000);
 }
 
+/* In a process of its own, which says when it begins: a page that comes after 1.2 s of at most 3. */
+static int wait_for_page(int said)
+{
+    world w;
+    setup s = squeezed;
+    hsr_error err = HSR_ERROR_INIT;
+    s.deadline_ms = 3000;
+    s.depth = 0;
+    world_init(&w, &s);
+    session *a = create(&w);
+    RUN(&w, a, 5500);
+    set_fault(&w.faults, (hsri_io_fault){ .delay_ms = 1200 }, false, HSRI_IO_READ, 0, 1);
+    if (write(said, "", 1) != 1)
+        return 2;
+    hsr_status status = run_to(&w, a, 5800, &err);
+    if (status < 0)
+        fprintf(stderr, "%s: %s\n", hsr_status_name(status), err.message);
+    return status == HSR_OK ? 0 : 1;
+}
+
+/* Nor does a page get lost because the process was stopped while it was waited for. */
+static void test_stopped(void)
+{
+    int ends[2], status;
+    char word;
+    CHECK(pipe(ends) == 0);
+    const pid_t pid = fork();
+    if (pid == 0)
+        _exit(wait_for_page(ends[1]));
+    CHECK(read(ends[0], &word, 1) == 1);
+    usleep(400000);
+    CHECK(kill(pid, SIGSTOP) == 0);
+    usleep(5000000);
+    CHECK(kill(pid, SIGCONT) == 0 && waitpid(pid, &status, 0) == pid && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    close(ends[0]);
+    close(ends[1]);
+}
+
 /* A read that never ends: the session gets its status in time, and destroying ends too. */
 static void test_hang(void)
 {
@@ -873,6 +913,7 @@ int main(int argc, char **argv)
     test_admission();
     test_room_for_others();
     test_hang();
+    test_stopped();
     test_faults();
     for (int seed = 0; seed < n_random; seed++) {
         setup many = squeezed;

@@ -191,7 +191,8 @@ typedef struct hsr_engine_opts {
     const char *cold_dir;      /* directory for sealed pages that memory does not hold, best on NVMe; copied. NULL: no cold tier */
     uint64_t    cold_bytes;    /* most that the cold file may take, up to 16 TiB; 0 with a cold_dir: half of what is free there */
     int32_t     io_engine;     /* HSR_IO_*: how cold pages are read and written */
-    int32_t     io_deadline_ms; /* a page that is waited for longer fails its session; default 30000 */
+    int32_t     io_deadline_ms; /* a page that is waited for longer fails its session; default 30000.
+                                 * Time in which the process is stopped does not count */
     int32_t     importance;    /* HSR_IMPORTANCE_*: which pages leave memory first */
     float       weight_locality, weight_frequency, weight_recency; /* the weights themselves, if any is not 0 */
     float       enter_above, leave_below; /* thresholds of moves that nobody asked for; defaults 0.7 and 0.5 */
