@@ -168,7 +168,8 @@ static hsri_cache *copied(world *w, hsri_cache *cache)
     CHECK(hsri_cache_create(&w->fake.base, w->pool, &w->shape, &w->opts, &copy, NULL) == HSR_OK);
     CHECK(hsri_cache_describe_image(cache, &image, &chunk, NULL) == HSR_OK);
     CHECK(hsri_cache_expect_image(copy, image.n_tokens, image.sealed, chunk, &expected, NULL) == HSR_OK);
-    CHECK(memcmp(&image, &expected, sizeof image) == 0 && hsri_cache_begin_image(copy, &image, NULL) == HSR_OK);
+    CHECK(memcmp(image.rows, expected.rows, sizeof image.rows) == 0 && image.per_row == expected.per_row);
+    CHECK(hsri_cache_begin_image(copy, &image, NULL) == HSR_OK);
     for (hsri_image_part part = 0; part < HSRI_N_IMAGE_PARTS; part++) {
         uint8_t *row = malloc(image.per_row * image.slot_bytes[part]);
         for (uint64_t i = 0; i < image.rows[part]; i++) {
