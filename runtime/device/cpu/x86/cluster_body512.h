@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include "device/cpu/cluster_lanes.h"
+#include "device/cpu/x86/lanes512.h"
 
 #define LOG2E 1.44269504f
 #define UNROLL _Pragma("GCC unroll 8")
@@ -59,15 +60,6 @@ static void prepare_head(const hsri_cluster_score_args *a, const hsri_cluster_la
     head->step = to_bytes(weights, at->n, head->quads, &sum);
     base -= 7.5f * head->step * (float)sum;
     head->base = base > -1e30f ? (base < 1e30f ? base : 1e30f) : -1e30f;
-}
-
-/* 2^x to 0.2 %: 0 below the normal range, infinity above. */
-static inline __m512 exp2_16(__m512 x)
-{
-    __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    __m512 y = _mm512_fmadd_ps(f, _mm512_set1_ps(0.33718944f), _mm512_set1_ps(0.65763628f));
-
-    return _mm512_scalef_ps(_mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0017247f)), x);
 }
 
 INLINE void score_vectors(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, const cluster_head *heads, uint32_t h0,

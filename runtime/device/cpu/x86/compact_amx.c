@@ -8,39 +8,12 @@
 static inline __m512i dot_bytes(__m512i acc, __m512i a, __m512i b) { return _mm512_dpbusd_epi32(acc, a, b); }
 
 #include "device/cpu/x86/compact_body512.h"
+#include "device/cpu/x86/tiles.h"
 
 /* ---- tiles ---- */
 
-#define TILE_ROWS 16u
-#define TILE_BYTES 1024u
-/* Written out, because not every compiler's intrinsics say that they read memory. Tile numbers are literals. */
-#define TILE_LOAD(tile, at, stride) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(at), "r"((size_t)(stride)) : "memory")
-#define TILE_STORE(tile, at, stride) \
-    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(at), "r"((size_t)(stride)) : "memory")
-#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
-/* inputs with signs, codes without */
-#define TILE_MULTIPLY_SU(sums, inputs, codes) __asm__ volatile("tdpbsud %%tmm" #codes ", %%tmm" #inputs ", %%tmm" #sums : :)
-#define TILE_MULTIPLY_UU(sums, inputs, codes) __asm__ volatile("tdpbuud %%tmm" #codes ", %%tmm" #inputs ", %%tmm" #sums : :)
-
-typedef struct tile_config {
-    uint8_t  palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t  n_rows[16];
-} tile_config;
-
-/* Sums are tiles 0 to 3 and inputs tile 4, of `rows` rows; codes are tiles 5 to 7. */
-static void tiles_configure(uint32_t rows)
-{
-    tile_config config = { .palette = 1 };
-    for (uint32_t i = 0; i < 8; i++) {
-        config.row_bytes[i] = 64;
-        config.n_rows[i] = i < 5 ? (uint8_t)rows : TILE_ROWS;
-    }
-    __asm__ volatile("ldtilecfg %0" : : "m"(config));
-}
-
-static void tiles_release(void) { __asm__ volatile("tilerelease" : :); }
+/* Sums are tiles 0 to 3 and inputs tile 4; codes are tiles 5 to 7. */
+#define INPUT_TILES 5u
 
 /* Queries go in n tiles of `rows`; the last may overlap the one before, with the same results. */
 typedef struct tiles {
@@ -150,7 +123,7 @@ INLINE void attend_tiles(const work *w, const strips *x)
     const hsri_units_args *a = w->a;
     tiles t = { .n_queries = a->n_queries, .n = (a->n_queries + TILE_ROWS - 1) / TILE_ROWS };
     t.rows = (t.n_queries + t.n - 1) / t.n;
-    tiles_configure(t.rows);
+    tiles_configure(INPUT_TILES, t.rows);
     start_queries(w, x, 0, a->n_queries);
     page_run run;
     for (uint32_t i = 0; i < a->n_units; i += run.n) {

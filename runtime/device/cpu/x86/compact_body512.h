@@ -15,6 +15,7 @@
 
 #include "base/array.h"
 #include "device/cpu/kernels.h"
+#include "device/cpu/x86/lanes512.h"
 #include "device/formats.h"
 
 #define INLINE static inline __attribute__((always_inline))
@@ -101,8 +102,6 @@ static page_run run_at(const hsri_units_args *a, uint32_t first)
     return (page_run) { a->slots[first], a->units + first, n };
 }
 
-static inline __mmask16 lanes(uint32_t n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1u); }
-
 /* The whole slot of the run behind this one, a part at a time: pages are too short for the hardware to find out in time. */
 INLINE void fetch_part(const uint8_t *slot, uint32_t part, uint32_t bytes)
 {
@@ -138,17 +137,6 @@ typedef struct four {
 #define max128 _mm_max_ps
 ACROSS(sums_of, add)
 ACROSS(largest_of, max)
-
-/* 2^t: 2^floor(t) times a polynomial of the fraction, right to 8e-5. NaN stays NaN. */
-INLINE __m512 exp2_near(__m512 t)
-{
-    __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    __m512 p = _mm512_set1_ps(0x1.3f96a4p-4f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.cefc4cp-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.64444cp-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.fff632p-1f));
-    return _mm512_scalef_ps(p, t);
-}
 
 /* The same, right to 3e-6. */
 INLINE __m128 exp2_four(__m128 t)

@@ -13,6 +13,8 @@
 
 #include "base/array.h"
 #include "device/cpu/kernels.h"
+#include "device/cpu/x86/lanes512.h"
+#include "device/cpu/x86/tiles.h"
 #include "device/formats.h"
 
 #define INLINE static inline __attribute__((always_inline))
@@ -20,35 +22,8 @@
 
 /* ---- tiles ---- */
 
-#define TILE_ROWS 16u
-#define TILE_BYTES 1024u
-
-/* Written out, because not every compiler's intrinsics say that they read memory. Tile numbers are literals. */
-#define TILE_LOAD(tile, at, stride) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(at), "r"((size_t)(stride)) : "memory")
-#define TILE_STORE(tile, at, stride) \
-    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(at), "r"((size_t)(stride)) : "memory")
-#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
-#define TILE_MULTIPLY(sums, inputs, codes) __asm__ volatile("tdpbf16ps %%tmm" #codes ", %%tmm" #inputs ", %%tmm" #sums : :)
-
-typedef struct tile_config {
-    uint8_t  palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t  n_rows[16];
-} tile_config;
-
-/* Sums are tiles 0 to 3 and inputs tile 4, of `rows` rows; codes are tiles 5 and 6. */
-static void tiles_configure(uint32_t rows)
-{
-    tile_config config = { .palette = 1 };
-    for (uint32_t i = 0; i < 7; i++) {
-        config.row_bytes[i] = 64;
-        config.n_rows[i] = i < 5 ? (uint8_t)rows : TILE_ROWS;
-    }
-    __asm__ volatile("ldtilecfg %0" : : "m"(config));
-}
-
-static void tiles_release(void) { __asm__ volatile("tilerelease" : :); }
+/* Sums are tiles 0 to 3 and inputs tile 4; codes are tiles 5 and 6. */
+#define INPUT_TILES 5u
 
 /* sums[i] += inputs * codes + step i, for the first n of four */
 #define MULTIPLY_FOUR(n, codes, step) \
@@ -83,7 +58,6 @@ static void tiles_release(void) { __asm__ volatile("tilerelease" : :); }
         } \
     } while (0)
 
-static inline __mmask16 lanes(uint32_t n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1u); }
 static inline __m512 from_bf16(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
 
 /* ---- a call ---- */
@@ -280,7 +254,7 @@ static void score_page(const work *w, const prepared *p)
 /* ---- softmax ---- */
 
 /* 2^t: 2^floor(t) times a polynomial of the fraction, right to 3e-6. NaN stays NaN. */
-INLINE __m512 exp2_near(__m512 t)
+INLINE __m512 exp2_close(__m512 t)
 {
     __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
     __m512 p = _mm512_set1_ps(0x1.bb0b0ap-7f);
@@ -314,7 +288,7 @@ static void softmax(const work *w, uint32_t query, float *max, float *sum)
             __m256i rounded = _mm256_setzero_si256();
             if (i < run.n) {
                 __m512 score = _mm512_loadu_ps(scores + (u + i) * w->unit_stride);
-                rounded = (__m256i)_mm512_cvtneps_pbh(exp2_near(_mm512_fmsub_ps(score, slope, top)));
+                rounded = (__m256i)_mm512_cvtneps_pbh(exp2_close(_mm512_fmsub_ps(score, slope, top)));
                 total = _mm512_add_ps(total, from_bf16(rounded));
             }
             _mm256_storeu_si256((__m256i *)weights, rounded);
@@ -432,7 +406,7 @@ static void value_all(work *w)
 static void attend_int8(const hsri_units_args *a)
 {
     work w = work_of(a);
-    tiles_configure(w.rows);
+    tiles_configure(INPUT_TILES, w.rows);
     /* components behind d: nothing else may be in their place */
     for (uint32_t pair = (a->head_dim + 1) / 2; pair < w.n_steps * 16; pair++) {
         for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++) {

@@ -10,6 +10,7 @@
 
 #include "base/array.h"
 #include "device/cpu/index_lanes.h"
+#include "device/cpu/x86/lanes512.h"
 
 #define LOG2E 1.44269504f
 #define UNROLL _Pragma("GCC unroll 8")
@@ -217,15 +218,6 @@ static inline void page_bases(const sketch_heads *heads, const uint8_t *entry, _
     step = _mm_max_ps(step, _mm_setzero_ps());
     _mm_storeu_ps(work->base + h0, base);
     _mm_storeu_ps(work->step + h0, step);
-}
-
-/* 2^x to 0.2 %: 0 below the normal range, infinity above. */
-static inline __m512 exp2_16(__m512 x)
-{
-    __m512 f = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    __m512 y = _mm512_fmadd_ps(f, _mm512_set1_ps(0.33718944f), _mm512_set1_ps(0.65763628f));
-
-    return _mm512_scalef_ps(_mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0017247f)), x);
 }
 
 /* Sums over tokens of the masses of n heads; sums[h] lane 4u + i is a part of unit u's. */

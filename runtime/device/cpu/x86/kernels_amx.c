@@ -15,51 +15,14 @@
 
 #include "base/array.h"
 #include "device/cpu/kernels.h"
+#include "device/cpu/x86/lanes512.h"
+#include "device/cpu/x86/tiles.h"
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
-/* ---- tiles ---- */
-
-#define TILE_ROWS 16u
-#define TILE_BYTES 1024u
-
-/* Written out, because not every compiler's intrinsics say that they read memory. Tile numbers are literals. */
-#define TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile : :)
-#define TILE_LOAD(tile, at, stride) \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile : : "r"(at), "r"((size_t)(stride)) : "memory")
-/* The same for what is read once: it shall not push what is used again out of the first-level cache. */
-#define TILE_LOAD_ONCE(tile, at, stride) \
-    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm" #tile : : "r"(at), "r"((size_t)(stride)) : "memory")
-#define TILE_STORE(tile, at, stride) \
-    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" : : "r"(at), "r"((size_t)(stride)) : "memory")
-/* sums += inputs * weights */
-#define TILE_MULTIPLY(sums, inputs, weights) \
-    __asm__ volatile("tdpbf16ps %%tmm" #weights ", %%tmm" #inputs ", %%tmm" #sums : :)
-
-/* The operand of LDTILECFG. */
-typedef struct tile_config {
-    uint8_t  palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t  n_rows[16];
-} tile_config;
-
-_Static_assert(sizeof(tile_config) == 64, "a tile configuration has its size");
-
-/* All kernels divide the eight tiles in the same way: sums are tiles 0 to 3 and inputs 4 and 5, of `rows` rows; weights 6 and 7. */
-static void tiles_configure(uint32_t rows)
-{
-    tile_config config = { .palette = 1 };
-    for (uint32_t i = 0; i < 8; i++) {
-        config.row_bytes[i] = 64;
-        config.n_rows[i] = i < 6 ? (uint8_t)rows : TILE_ROWS;
-    }
-    __asm__ volatile("ldtilecfg %0" : : "m"(config));
-}
-
-static void tiles_release(void) { __asm__ volatile("tilerelease" : :); }
-
-static inline __mmask16 lanes(uint32_t n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1u); }
+/* All kernels divide the eight tiles in the same way: sums are tiles 0 to 3 and inputs 4 and 5; weights 6 and 7. */
+#define INPUT_TILES 6u
 
 /* ---- inputs of linear ---- */
 
@@ -434,7 +397,7 @@ INLINE void linear_any(hsri_dtype dtype, const hsri_packed *w, uint32_t panel0, 
     }
     linear_job job = { w, x, x_stride, bias, out, out_stride, n_rows, (uint32_t)hsri_min(n_rows, TILE_ROWS), 0 };
     job.n_tiles = (uint32_t)hsri_div_up(n_rows, job.tile_rows);
-    tiles_configure(job.tile_rows);
+    tiles_configure(INPUT_TILES, job.tile_rows);
     if (dtype != HSRI_DTYPE_BF16 && job.n_tiles == 1) {
         linear_few_rows(dtype, &job, panel0, panel1);
     } else {
@@ -561,17 +524,6 @@ INLINE weight_tile keys_at(const page_keys *k, uint32_t j, uint32_t token)
 {
     const size_t line = HSRI_PAGE_TOKENS * 4;
     return (weight_tile) { (j < k->whole ? k->at + j / 2 * line : k->rest) + token * 4, line };
-}
-
-/* 2^t: 2^floor(t) times a polynomial of the fraction, right to 8e-5, a fiftieth of what rounding to bf16 may move it. NaN stays NaN. */
-INLINE __m512 exp2_near(__m512 t)
-{
-    __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    __m512 p = _mm512_set1_ps(0x1.3f96a4p-4f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.cefc4cp-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.64444cp-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.fff632p-1f));
-    return _mm512_scalef_ps(p, t);
 }
 
 /* What becomes of the scores of a query. */
@@ -807,13 +759,13 @@ static void add_values_of_tiles(const hsri_attend_args *a, const query_tiles *q,
         }
         return;
     }
-    tiles_configure(1);
+    tiles_configure(INPUT_TILES, 1);
     for (uint32_t i = 0; i < n_tiles * q->rows; i++) {
         uint32_t one[2] = { query[i / q->rows] + i % q->rows };
         const float *of_one[2] = { weights[i / q->rows] + i % q->rows * (HSRI_RUN / 2), NULL };
         add_values(1, a, one, 1, of_one, SCORE_RUN(q->rows), a->visible[one[0]]);
     }
-    tiles_configure(q->rows);
+    tiles_configure(INPUT_TILES, q->rows);
 }
 
 static void attend_bf16(const hsri_attend_args *a)
@@ -824,7 +776,7 @@ static void attend_bf16(const hsri_attend_args *a)
     for (uint32_t i = 0; i < a->n_queries; i++) {
         states[i].largest = _mm512_set1_ps(-INFINITY);
     }
-    tiles_configure(q.rows);
+    tiles_configure(INPUT_TILES, q.rows);
     if (most > 0) {
         score_queries(a, &q, most, states);
     }
