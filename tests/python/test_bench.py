@@ -186,10 +186,25 @@ def test_a_budget_of_memory_that_is_too_small(path, tmp_path) -> None:
     assert re.fullmatch(short.format(60000, "cold storage"), only.stderr.splitlines()[-1]), only.stderr
 
 
+QUICK_BARS = """
+import tqdm
+
+class Quick(tqdm.tqdm):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs | {"delay": 0, "mininterval": 0, "miniters": 1})
+
+tqdm.tqdm = Quick
+"""
+
+
 def test_long_work_is_shown_on_a_terminal(path, tmp_path) -> None:
+    """With bars that draw every step, so that no computer is too fast to show one."""
+    (tmp_path / "sitecustomize.py").write_text(QUICK_BARS)
+    paths = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
     screen, ours = pty.openpty()
-    with subprocess.Popen(command("bench", path, "--context", "600K", "--fill", "synthetic", "--kv", "bf16", "--repeats", 1,
-                                  "--decode-tokens", 2, "--save", tmp_path / "saved"), stdout=subprocess.DEVNULL, stderr=ours) as process:
+    with subprocess.Popen(command("bench", path, "--context", "16K", "--fill", "synthetic", "--kv", "bf16", "--repeats", 1,
+                                  "--decode-tokens", 2, "--save", tmp_path / "saved"), stdout=subprocess.DEVNULL, stderr=ours,
+                          env=os.environ | {"PYTHONPATH": paths}) as process:  # fmt: skip
         os.close(ours)
         seen = b""
         with contextlib.suppress(OSError):      # the other side is closed
@@ -197,8 +212,8 @@ def test_long_work_is_shown_on_a_terminal(path, tmp_path) -> None:
                 seen += data
     os.close(screen)
     assert process.returncode == 0, seen
-    assert re.search(rb"filling: +[0-9]+%", seen)
-    assert b"ours, 614400 tokens: prefill" in seen
+    assert re.search(rb"computing: +[0-9]+%", seen) and re.search(rb"filling: +[0-9]+%", seen)
+    assert b"ours, 16384 tokens: prefill" in seen
 
 
 def test_a_batch_of_more_sessions_than_an_engine_has_by_itself(path) -> None:
