@@ -130,9 +130,8 @@ def _index_of(profile: Profile, calibrated: bool) -> str:
     """The index that a session of this profile has by itself."""
     if profile.mode == "dense":
         return "none"
-    selector = profile.selector if profile.selector != "auto" else "sketch" if calibrated else "minmax"
     known = {"sketch": "sketch", "cluster": "cluster", "mean": "minmax", "classic": "minmax", "minmax": "minmax", "gaussian": "gaussian"}
-    return known.get(selector, "none")
+    return known.get(profile.rule(calibrated), "none")
 
 
 def _is_calibrated(name: str) -> bool:

@@ -48,7 +48,7 @@ class Profile:
     slice_size: int = 16
     """Tokens that are chosen together: 16, 32 or 64."""
     selector: str = "auto"
-    """The rule that chooses; auto is sketch for a calibrated model, else minmax."""
+    """The rule that chooses; auto is cluster for a calibrated model, else minmax."""
     virtual_tokens: bool = True
     """What is not read counts with its estimated weight and its mean value (selectors sketch and cluster)."""
     late: str = "wait"
@@ -57,7 +57,7 @@ class Profile:
     forced_history: int = 0
     """Pages of 64 tokens of the highest attention so far that are read beside the budget, 0 to 64; prompt runs do without."""
     candidates: int = 0
-    """cluster: tokens whose sketches are scored; 0 is 4096."""
+    """cluster: tokens whose sketches are scored; 0 is four for each token of the budget, at least 4096."""
     dense_below: int = 0
     """Positions below this are computed densely."""
     prefill_dense_below: int = 65536
@@ -121,6 +121,10 @@ class Profile:
             "block_size_fine": self.block_size_fine, "late": LATE[self.late],
             "dense_layers": list(self.dense_layers), "layer_budgets": [own.get(layer, 0) for layer in range(n_layers)] if own else [],
         }
+
+    def rule(self, calibrated: bool) -> str:
+        """The selector, with what auto stands for."""
+        return self.selector if self.selector != "auto" else "cluster" if calibrated else "minmax"
 
     def session_options(self) -> dict[str, int]:
         """What the profile asks of a session: window_size and sink_size, if it names them."""

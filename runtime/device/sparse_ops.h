@@ -39,7 +39,7 @@ typedef struct hsri_sparse {
     uint32_t budget_units;          /* units to select, at most; >= 1 */
     float    ratio;                 /* > 0: at most max(budget_units, ceil(ratio * selectable units)) instead */
     uint32_t slice_units;           /* 1, 2 or 4: units chosen together, aligned */
-    uint32_t candidates;            /* CLUSTER: tokens whose sketches are scored */
+    uint32_t candidates;            /* CLUSTER: tokens whose sketches are scored; 0: as many as the budget asks for */
     uint32_t coarse_pages, fine_units, top_coarse, top_fine;   /* CLASSIC: block sizes in pages and units, how many are kept */
     uint32_t n_forced;              /* pages kept beside the budget, per (layer, kv head) */
     uint64_t seed;                  /* RANDOM */

@@ -65,11 +65,11 @@ static hsr_status check(const hsr_profile *p, uint32_t n_layers, bool calibrated
 
 /* ---- making --------------------------------------------------------------------------------------------------- */
 
-/* Without a calibration, auto is the best of what needs none. */
+/* Auto costs least where contexts are long, and is as good; without a calibration, it is the best of what needs none. */
 static hsri_selector selector_of(const hsr_profile *p, bool calibrated)
 {
     if (p->selector == HSR_SELECT_AUTO)
-        return calibrated ? HSRI_SELECT_SKETCH : HSRI_SELECT_MINMAX;
+        return calibrated ? HSRI_SELECT_CLUSTER : HSRI_SELECT_MINMAX;
     return (hsri_selector)(p->selector - HSR_SELECT_SKETCH);
 }
 
@@ -87,7 +87,7 @@ static void fill(const hsr_profile *in, uint32_t n_layers, bool calibrated, hsri
     /* What prompt runs attend must not depend on how steps cut the prompt, and a history grows with every step. */
     p->prefill_units = p->selector == HSRI_SELECT_HISTORY ? 0 : units_of(in->prefill_budget);
     p->forced = (uint32_t)in->forced_history;
-    p->candidates = in->candidates ? (uint32_t)in->candidates : 4096;
+    p->candidates = (uint32_t)in->candidates;
     p->dense_below = (uint64_t)in->dense_below;
     p->prefill_dense_below = (uint64_t)in->prefill_dense_below;
     p->coarse_pages = (uint32_t)in->block_size_coarse / HSRI_PAGE_TOKENS;

@@ -65,6 +65,21 @@ def test_close_to_sketch_beyond(path, want):
     assert np.abs(want - flat).mean() < np.abs(window - flat).mean()
 
 
+def test_by_itself_a_session_looks_at_clusters_first(path, want):
+    with hs.load(path) as model, model.session(profile="balanced") as session:
+        assert session.stats().index_kind == "cluster"
+    assert np.array_equal(run(path, "auto"), want)
+
+
+def test_candidates_follow_the_budget(path):
+    def by(budget: int, candidates: int) -> np.ndarray:
+        return run(path, "cluster", profile=profile_of("cluster", budget=budget, candidates=candidates, prefill_budget=0))
+
+    assert np.array_equal(by(1536, 0), by(1536, 6144))
+    assert not np.array_equal(by(1536, 0), by(1536, 4096))
+    assert np.array_equal(by(64, 0), by(64, 4096))
+
+
 def test_candidates_for_everything_are_sketch(path):
     wide = profile_of("cluster", candidates=1 << 20)
     flat = run(path, "sketch", 9000, index="cluster")

@@ -42,7 +42,7 @@ def index_of(model: Model, profile: Profile) -> str:
     """The index that a profile's selector reads; means are in any of them."""
     if profile.mode == "dense":
         return "none"
-    selector = profile.selector if profile.selector != "auto" else "sketch" if model.calibrated else "minmax"
+    selector = profile.rule(model.calibrated)
     return INDEX_OF.get(selector, "sketch" if model.calibrated else "minmax" if selector in ("mean", "classic") else "none")
 
 

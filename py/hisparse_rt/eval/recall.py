@@ -73,7 +73,7 @@ class Truth:
         queries [layers, k, heads, d], captured while the session computed those positions.
         """
         info, own = session.model.info, profile.session_options()
-        selector = profile.selector if profile.selector != "auto" else "sketch" if session.model.calibrated else "minmax"
+        selector = profile.rule(session.model.calibrated)
         if selector not in RULES or profile.slice_size != 16 or (selector == "sketch" and self.calibration is None):
             return math.nan
         setting = Setting(profile.budget, own.get("sink_size", Setting.sink), own.get("window_size", Setting.window))

@@ -26,10 +26,18 @@ uint32_t hsri_cpu_recorded_pages(const pick_state *p)
     return hsri_cpu_reads_codes(p) && p->seq->index_shape.clusters ? p->n_pages / HSRI_SEGMENT_PAGES * HSRI_SEGMENT_PAGES : 0;
 }
 
+/* Four tokens looked at for each one that is read are enough, and more than 4096 of them were not found to help. */
+static uint32_t candidates_of(const pick_state *p)
+{
+    uint64_t by_budget = 4ull * p->budget * HSRI_UNIT_TOKENS;
+
+    return p->settings->candidates ? p->settings->candidates : (uint32_t)hsri_min(hsri_max(4096, by_budget), UINT32_MAX);
+}
+
 bool hsri_cpu_takes_all_clusters(const pick_state *p)
 {
     return p->settings->selector == HSRI_SELECT_SKETCH || p->budget >= p->n_pages * HSRI_PAGE_UNITS ||
-           p->settings->candidates >= (uint64_t)p->n_segments * HSRI_SEGMENT_TOKENS;
+           candidates_of(p) >= (uint64_t)p->n_segments * HSRI_SEGMENT_TOKENS;
 }
 
 /* ---- scratch ---- */
@@ -369,7 +377,7 @@ static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
         if (p->all_clusters)
             take_all(&c);
         else
-            take_best(&c, p->settings->candidates);
+            take_best(&c, candidates_of(p));
         write_firsts(&c);
         for (uint32_t vote = 0; vote < p->n_votes; vote++)
             for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++)

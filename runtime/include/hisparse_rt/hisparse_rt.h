@@ -313,7 +313,7 @@ HSR_API hsr_status hsr_engine_get_stats(hsr_engine *engine, hsr_engine_stats *st
 /* ---- profiles ------------------------------------------------------------------------------------------------- */
 
 /* Which rule picks the pages that a query reads. What each needs in the session's index: see HSR_INDEX_*. */
-#define HSR_SELECT_AUTO     0  /* sketch if the model is calibrated, else minmax */
+#define HSR_SELECT_AUTO     0  /* cluster if the model is calibrated, else minmax */
 #define HSR_SELECT_SKETCH   1  /* 4-bit sketches of the keys in a calibrated basis */
 #define HSR_SELECT_MEAN     2  /* mean key of each page */
 #define HSR_SELECT_CLASSIC  3  /* mean key of coarse blocks, then of fine blocks inside the best */
@@ -343,7 +343,7 @@ typedef struct hsr_profile {
     int32_t  forced_history;       /* pages of 64 tokens of the highest attention mass so far that rows outside whole prompt runs attend
                                       beside the budget, per layer and kv head; 0..64. The session then keeps the mass of its pages,
                                       from the time it has such a profile on; a restored or rebuilt one starts over */
-    int32_t  candidates;           /* cluster: tokens whose sketches are scored; 0: 4096 */
+    int32_t  candidates;           /* cluster: tokens whose sketches are scored; 0: 4 for each token of the budget, at least 4096 */
     int32_t  dense_below;          /* queries at positions below this attend densely */
     int32_t  prefill_dense_below;  /* prompt runs of 128 tokens below this position attend densely */
     int32_t  prefill_budget;       /* budget of a prompt run; 0: prompts are always dense */
