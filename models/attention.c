@@ -131,6 +131,39 @@ static hsri_lists lists_of(const part *p)
     };
 }
 
+/* Place of row j of a tap in its arrays, in this layer; false if nothing is wanted of it. */
+static bool tap_place(const hsri_tap *t, uint32_t j, uint32_t layer, uint64_t *place)
+{
+    *place = (layer - t->layer_first) * t->n_places + t->places[j];
+    return layer >= t->layer_first && layer < t->layer_end;
+}
+
+static void copy_lists_of_row(const part *p, const hsri_lists *lists, const hsri_tap *t, uint32_t pick, uint64_t place)
+{
+    const hsri_forward *f = p->f;
+    const uint64_t n_kv = f->hp->n_kv_heads, list = pick * n_kv;
+
+    if (t->n_slices)
+        f->dev->copy_out(f->queue, t->n_slices + place * n_kv, hsri_at(lists->counts, list * sizeof(uint32_t)), n_kv * sizeof(uint32_t));
+    for (uint64_t g = 0; g < n_kv && t->slices; g++)
+        f->dev->copy_out(f->queue, t->slices + (place * n_kv + g) * t->max_slices,
+                         hsri_at(lists->units, (list + g) * lists->stride * sizeof(uint32_t)),
+                         hsri_min(lists->stride, t->max_slices) * sizeof(uint32_t));
+}
+
+/* Selections that somebody outside wants to see. */
+static void copy_lists(const part *p, const hsri_lists *lists)
+{
+    for (uint32_t i = 0; i < p->f->n_taps; i++) {
+        const hsri_tap *t = &p->f->taps[i];
+        for (uint32_t j = 0; j < t->n; j++) {
+            uint64_t place;
+            if (t->rows[j] >= p->span->row && t->rows[j] < p->span->row + p->span->n_rows && tap_place(t, j, p->layer, &place))
+                copy_lists_of_row(p, lists, t, t->picks[j], place);
+        }
+    }
+}
+
 /* Units that are not waited for, if the settings say so, become virtual tokens. */
 static bool put_off(const part *p, hsri_ref sparse, hsri_ref picks, const hsri_lists *lists)
 {
@@ -204,7 +237,10 @@ static void attend_sparse(const part *p)
         return;
     op->select(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated, p->acc, sparse, picks,
                f->room->scratch, &lists);
-    if (!put_off(p, sparse, picks, &lists) || !attend_lists(p, &lists))
+    if (!put_off(p, sparse, picks, &lists))
+        return;
+    copy_lists(p, &lists);
+    if (!attend_lists(p, &lists))
         return;
     merge(p, lists.virtual_part, 1, false, true);
     remember(p);
@@ -213,11 +249,14 @@ static void attend_sparse(const part *p)
 /* Queries that somebody outside wants to see. */
 static void copy_queries(const hsri_forward *f, uint32_t layer)
 {
-    const uint64_t bytes = (uint64_t)f->hp->n_heads * f->hp->head_dim * sizeof(float);
+    const uint64_t width = (uint64_t)f->hp->n_heads * f->hp->head_dim, bytes = width * sizeof(float);
     for (uint32_t i = 0; i < f->n_taps; i++) {
         const hsri_tap *t = &f->taps[i];
-        for (uint32_t j = 0; j < t->n && layer >= t->layer_first && layer < t->layer_end; j++)
-            f->dev->copy_out(f->queue, t->to[j] + (layer - t->layer_first) * t->stride, hsri_at(f->s->queries, t->rows[j] * bytes), bytes);
+        for (uint32_t j = 0; j < t->n && t->queries; j++) {
+            uint64_t place;
+            if (tap_place(t, j, layer, &place))
+                f->dev->copy_out(f->queue, t->queries + place * width, hsri_at(f->s->queries, t->rows[j] * bytes), bytes);
+        }
     }
 }
 

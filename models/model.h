@@ -152,13 +152,18 @@ typedef struct hsri_sparse_room {
     uint64_t n_parts;           /* pairs */
 } hsri_sparse_room;
 
-/* Where a step's queries are also wanted, on the host: hsr_session_capture. */
+/* What a session captures of a step's rows (hsr_session_capture), on the host. */
 typedef struct hsri_tap {
     uint32_t layer_first, layer_end;
     uint32_t n;                 /* rows */
     const uint32_t *rows;       /* of the step */
-    float   *const *to;         /* [n]: of layer_first; layers are `stride` floats apart */
-    uint64_t stride;
+    const uint32_t *picks;      /* of these rows, relative to their span's first */
+    const uint64_t *places;     /* of these rows in the arrays below, which have n_places for each layer */
+    uint64_t n_places;
+    float   *queries;           /* NULL: not wanted; [layers][places][n_heads][head_dim] */
+    int32_t *n_slices;          /* the same; [layers][places][n_kv_heads] */
+    int32_t *slices;            /* the same; [layers][places][n_kv_heads][max_slices] */
+    uint32_t max_slices;
 } hsri_tap;
 
 /* One step. */

@@ -80,11 +80,11 @@ def calibrate(model: Model, ids: np.ndarray, progress: Progress | None = None) -
     positions = np.arange(stride - 1, n, stride)
     fits = []
     with model.session(context=n, kv="auto", profile=0, index="none") as session:
-        with session.capture(len(positions), first=stride - 1, stride=stride) as queries:
+        with session.capture(len(positions), first=stride - 1, stride=stride) as captured:
             session.append(ids)
             session.prefill(lambda done, total: report(done, 2 * n))
         for layer in range(info.n_layers):
-            fits.append(_fit_layer(queries[layer], positions, session.keys(layer), session.values(layer), scale, layer))
+            fits.append(_fit_layer(captured.queries[layer], positions, session.keys(layer), session.values(layer), scale, layer))
             report(n + n * (layer + 1) // info.n_layers, 2 * n)
     arrays = [np.stack([getattr(fit, name) for fit in fits]).astype(np.float32) for name in ("basis_k", "basis_q", "mean_k", "mean_v")]
     facts = [fit.facts for fit in fits]

@@ -34,6 +34,18 @@ KV_NAMES = {number: name for name, number in KV_FORMATS.items()}
 
 
 @dataclass(frozen=True, slots=True)
+class Captured:
+    """What `Session.capture` recorded."""
+
+    queries: npt.NDArray[np.float32]
+    """[layers, n, n_heads, head_dim], after rope; NaN where nothing was computed."""
+    n_slices: npt.NDArray[np.int32]
+    """[layers, n, n_kv_heads]: how many slices of 16 tokens were selected; -1 where nothing was computed, or densely."""
+    slices: npt.NDArray[np.int32]
+    """[layers, n, n_kv_heads, slices]: which ones, ascending; slice i begins at token 16 i. Behind the last one anything may be."""
+
+
+@dataclass(frozen=True, slots=True)
 class SessionStats:
     """Counters of one session."""
 
@@ -292,20 +304,24 @@ class Session:
                 progress(done, count)
 
     @contextlib.contextmanager
-    def capture(self, n: int, *, first: int = 0, stride: int = 1, layers: range | None = None) -> Iterator[npt.NDArray[np.float32]]:
-        """Inside the block, the queries (after rope) of positions first + k * stride, k < n, are recorded as they are computed:
-        float32 [layers, n, n_heads, head_dim]. Positions that were not computed stay NaN."""
+    def capture(self, n: int, *, first: int = 0, stride: int = 1, layers: range | None = None, slices: int = 0) -> Iterator[Captured]:
+        """Inside the block, queries of positions first + k * stride, k < n, are recorded as they are computed; and what was selected for
+        them, at most `slices` slices for each key-value head."""
         info = self.model.info
         layers = range(info.n_layers) if layers is None else layers
-        n, first = integer("n", n, 0, _INT32_MAX), integer("first", first, 0, _INT32_MAX)
-        queries = np.full((len(layers), n, info.n_heads, info.head_dim), np.nan, np.float32)
+        n, first, slices = (integer(name, value, 0, _INT32_MAX) for name, value in (("n", n), ("first", first), ("slices", slices)))
+        shape, kv_shape = (len(layers), n), (len(layers), n, info.n_kv_heads)
+        captured = Captured(np.full((*shape, info.n_heads, info.head_dim), np.nan, np.float32), np.full(kv_shape, -1, np.int32),
+                            np.full((*kv_shape, slices), -1, np.int32))
         native = new_struct("hsr_capture")
         native.layer_first, native.layer_end, native.first, native.n = layers.start, layers.stop, first, n
-        native.stride = integer("stride", stride, 1, _INT32_MAX)
-        native.queries = ffi.cast("float *", ffi.from_buffer(queries))
+        native.stride, native.max_slices = integer("stride", stride, 1, _INT32_MAX), slices
+        native.queries = ffi.cast("float *", ffi.from_buffer(captured.queries))
+        native.n_slices = ffi.cast("int32_t *", ffi.from_buffer(captured.n_slices))
+        native.slices = ffi.cast("int32_t *", ffi.from_buffer(captured.slices)) if slices else ffi.NULL
         self._call(lib.hsr_session_capture, native)
         try:
-            yield queries
+            yield captured
         finally:
             if not self.closed:
                 self._call(lib.hsr_session_capture, new_struct("hsr_capture"))

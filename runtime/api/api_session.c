@@ -217,8 +217,10 @@ static hsr_status check_capture(const hsr_session *s, const hsr_capture *c, hsr_
         return HSR_OK;
     if (c->layer_first < 0 || c->layer_end > n_layers || c->layer_first >= c->layer_end)
         return hsri_fail(err, HSR_E_INVALID, "hsr_capture: layers %d to %d, the model has %d", c->layer_first, c->layer_end, n_layers);
-    if (c->stride == 0 || !c->queries)
-        return hsri_fail(err, HSR_E_INVALID, "hsr_capture: %s", c->queries ? "stride is 0" : "queries is NULL");
+    if (c->stride == 0 || (!c->queries && !c->n_slices))
+        return hsri_fail(err, HSR_E_INVALID, "hsr_capture: %s", c->stride == 0 ? "stride is 0" : "neither queries nor n_slices is given");
+    if (c->slices && (!c->n_slices || c->max_slices == 0))
+        return hsri_fail(err, HSR_E_INVALID, "hsr_capture: slices without %s", c->n_slices ? "max_slices" : "n_slices");
     return HSR_OK;
 }
 

@@ -166,8 +166,9 @@ struct hsr_engine {
     hsri_profile   **profiles;      /* by id; 0 is dense */
     size_t           n_profiles, profiles_cap;
     hsri_tap        *taps;          /* of the step: one per part that captures queries */
-    uint32_t        *tap_rows;      /* [max_batch] */
-    float          **tap_to;
+    uint32_t        *tap_rows;      /* [max_batch], and so are the next two: see hsri_tap */
+    uint32_t        *tap_picks;
+    uint64_t        *tap_places;
 
     pthread_mutex_t  lock;
     pthread_cond_t   changed;       /* stepping ended, or events were queued */

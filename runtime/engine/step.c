@@ -43,8 +43,9 @@ hsr_status hsri_step_create(hsr_engine *e, hsr_error *err)
     t->flags   = hsri_new_array(rows, sizeof *t->flags);
     e->taps     = hsri_new_array(parts, sizeof *e->taps);
     e->tap_rows = hsri_new_array(rows, sizeof *e->tap_rows);
-    e->tap_to   = hsri_new_array(rows, sizeof *e->tap_to);
-    if (!e->taps || !e->tap_rows || !e->tap_to)
+    e->tap_picks = hsri_new_array(rows, sizeof *e->tap_picks);
+    e->tap_places = hsri_new_array(rows, sizeof *e->tap_places);
+    if (!e->taps || !e->tap_rows || !e->tap_picks || !e->tap_places)
         return hsri_fail(err, HSR_E_NOMEM, "no memory for steps of %llu rows", (unsigned long long)rows);
     if (!t->parts || !t->seqs || !t->params || !t->sampled || !t->rows || !t->ids || !t->index || !t->wanted || !t->flags)
         return hsri_fail(err, HSR_E_NOMEM, "no memory for steps of %llu rows", (unsigned long long)rows);
@@ -71,7 +72,8 @@ void hsri_step_destroy(hsr_engine *e)
     free(t->flags);
     free(e->taps);
     free(e->tap_rows);
-    free(e->tap_to);
+    free(e->tap_picks);
+    free(e->tap_places);
 }
 
 /* ---- planning (lock held) ------------------------------------------------------------------------------------- */
@@ -243,22 +245,24 @@ static void enqueue_logits(hsr_engine *e, const hsri_forward *f)
     }
 }
 
-/* Queries of the step's rows that sessions capture. */
+/* Rows of the step that sessions capture. */
 static uint32_t fill_taps(hsr_engine *e)
 {
     hsri_step *t = &e->step;
-    const uint64_t width = (uint64_t)e->model->hp.n_heads * e->model->hp.head_dim;
     uint32_t n_taps = 0, n_rows = 0;
 
     for (uint32_t i = 0; i < t->n_parts; i++) {
         const hsr_capture *c = &t->parts[i].session->capture;
-        hsri_tap tap = { (uint32_t)c->layer_first, (uint32_t)c->layer_end, 0, e->tap_rows + n_rows, e->tap_to + n_rows, c->n * width };
+        hsri_tap tap = { .layer_first = (uint32_t)c->layer_first, .layer_end = (uint32_t)c->layer_end, .rows = e->tap_rows + n_rows,
+                         .picks = e->tap_picks + n_rows, .places = e->tap_places + n_rows, .n_places = c->n, .queries = c->queries,
+                         .n_slices = c->n_slices, .slices = c->slices, .max_slices = c->max_slices };
         for (uint32_t row = t->parts[i].first_row; row < t->parts[i].first_row + t->parts[i].n_rows && c->n > 0; row++) {
             const uint64_t pos = t->rows[row].pos, k = pos < c->first ? c->n : (pos - c->first) / c->stride;
             if (k >= c->n || (pos - c->first) % c->stride)
                 continue;
             e->tap_rows[n_rows] = row;
-            e->tap_to[n_rows++] = c->queries + k * width;
+            e->tap_picks[n_rows] = e->spans.pick_of[row];
+            e->tap_places[n_rows++] = k;
             tap.n++;
         }
         if (tap.n > 0)

@@ -138,12 +138,34 @@ def test_reading_everything_is_dense(model):
 
 def test_true_cover(model):
     """An oracle knows what it reads; with all in reach it reads all."""
-    truth = Truth(None, attention_scale(model), 3)
+    truth = Truth(attention_scale(model), 3)
     oracle = Profile(selector="oracle", budget=128, forced_history=0, virtual_tokens=False)
     result = perplexity(model, {"text": TEXT}, {"all": EVERYTHING, "some": oracle}, contexts=[1300], tokens=6, truth=truth)["profiles"]
     assert result["all"]["covered_true"] == pytest.approx(1, abs=1e-5)
     some = result["some"]
     assert some["covered_true"] == pytest.approx(some["covered_estimated"], abs=0.02) and some["covered_true"] < 0.95
+
+
+def test_captured_selections(model):
+    """What was selected for a position holds as much of the attention as what NumPy selects by the model's own keys and queries."""
+    oracle = Profile(selector="oracle", budget=128, forced_history=0, virtual_tokens=False, dense_layers=(1,))
+    ids = np.asarray(model.encode(TEXT), np.int32)[:1310]
+    share = model.info.n_heads // model.info.n_kv_heads
+    with model.session(profile=oracle) as session:
+        session.logits(ids[:1300])
+        with session.capture(5, first=1301, stride=2, slices=9) as captured:
+            for token in ids[1300:]:
+                session.logits([token])
+        keys = session.keys(0)
+    assert (captured.n_slices[1] == -1).all() and (captured.n_slices[0] == 8).all() and not np.isnan(captured.queries).any()
+    for g in range(model.info.n_kv_heads):
+        padded = np.pad(keys[:, g], ((0, -len(keys) % 64), (0, 0)))
+        head = Head(padded, padded, attention_scale(model))
+        for row, position in enumerate(range(1301, 1310, 2)):
+            query = Query(head, captured.queries[0, row, g * share : (g + 1) * share], position, Setting(128))
+            got = captured.slices[0, row, g, :8]
+            assert (np.diff(got) > 0).all() and got[0] >= 4 and got[-1] < query.end * 4
+            np.testing.assert_allclose(query.recall(got), query.outcome(exact).recall, atol=2e-3)
 
 
 def test_forced_rows_are_those_of_the_whole_text(model):

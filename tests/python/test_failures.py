@@ -306,7 +306,8 @@ def test_numbers_about_pages_and_disks_are_named(model, path) -> None:
         for arguments, text in (((0, 21), "first is 21, allowed are 0 to 20"), ((0, 5, 1 << 31), "n is .* 0 to 15"), ((9,), "layer is 9")):
             with pytest.raises(ValueError, match=text):
                 session.keys(*arguments)
-        for options in ({"n": -1}, {"n": 1 << 40}, {"n": 4, "stride": 0}, {"n": 4, "first": -3}, {"n": 4, "layers": range(2, 9)}):
+        for options in ({"n": -1}, {"n": 1 << 40}, {"n": 4, "stride": 0}, {"n": 4, "first": -3}, {"n": 4, "layers": range(2, 9)},
+                        {"n": 4, "slices": -1}):
             with pytest.raises(ValueError, match=list(options)[-1]), session.capture(**options):
                 pass
 

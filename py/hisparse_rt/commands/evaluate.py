@@ -90,7 +90,7 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 def _add_ppl(parser: argparse.ArgumentParser) -> None:
     _add_text(parser, 256)
     parser.add_argument("--truth", type=common.whole(1), metavar="N",
-                        help="also tell how much of the attention of N tokens was really read, as the rule in NumPy would choose")
+                        help="also tell how much of the attention of N tokens was really read")
     _add_compare(parser)
 
 
@@ -189,7 +189,7 @@ def _truth(args: argparse.Namespace, model: Model) -> Truth | None:
     from ..eval.recall import Truth
     from ..tools.calibrate import attention_scale
 
-    return Truth(_calibration(args, model), attention_scale(model), args.truth) if args.truth else None
+    return Truth(attention_scale(model), args.truth) if args.truth else None
 
 
 def _calibration(args: argparse.Namespace, model: Model) -> Calibration | None:

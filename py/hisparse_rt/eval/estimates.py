@@ -160,6 +160,14 @@ class Query:
         """Tokens outside sink and window."""
         return max(0, self.end - self.first) * PAGE
 
+    def recall(self, slices: npt.NDArray[np.int32]) -> Array:
+        """Share of the true attention, by query head, of what is always read and of these slices of 16 tokens."""
+        read = self.near.copy()
+        tokens = np.repeat(slices * UNIT, UNIT) + np.tile(np.arange(UNIT), len(slices))
+        read[tokens] = True
+        share: Array = self.weights[:, read].sum(axis=1)
+        return share
+
     def outcome(self, estimate: Estimate) -> Outcome:
         units = estimate(self.head, self.q, self.end)[:, self.first * (PAGE // UNIT):]
         logs = np.logaddexp(self.near_log, _log_sum(units, 1))

@@ -63,9 +63,9 @@ def _run(session: Session, ids: Ids, profile: Profile, truth: Truth | None) -> t
     if truth is None or profile.mode == "dense":
         return forced(session, ids), 1.0 if profile.mode == "dense" else math.nan
     first, stride = session.n_tokens, max(1, len(ids) // truth.queries)
-    with session.capture(len(ids) // stride, first=first, stride=stride) as queries:
+    with session.capture(len(ids) // stride, first=first, stride=stride, slices=-(-(first + len(ids)) // 16)) as captured:
         run = forced(session, ids)
-    return run, truth.covered(session, queries, first, stride, profile)
+    return run, truth.covered(session, captured, first, stride, profile)
 
 
 def _loss(logprobs: np.ndarray[Any, Any], following: np.ndarray[Any, Any]) -> float:

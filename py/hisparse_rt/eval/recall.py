@@ -2,7 +2,6 @@
 """How much of the true attention each rule finds, per layer and head, beside an oracle with the same budget."""
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +12,7 @@ from ..calibration import Calibration
 from ..errors import InvalidError
 from ..model import Model
 from ..profile import Profile
-from ..session import Session
+from ..session import Captured, Session
 from .estimates import RULES, Head, Query, Setting
 from .forced import Ids, check_length
 
@@ -49,7 +48,7 @@ def recall(
             for g in range(info.n_kv_heads):
                 basis = _basis(calibration, layer, g)
                 head = Head(np.ascontiguousarray(keys[:, g]), np.ascontiguousarray(values[:, g]), scale, *basis)
-                heads.append(_head(head, captured[layer][:, g * share:(g + 1) * share], first, stride, rules, setting))
+                heads.append(_head(head, captured.queries[layer][:, g * share:(g + 1) * share], first, stride, rules, setting))
             layers.append({"layer": layer, "heads": heads, "mean": {rule: _mean([head[rule] for head in heads]) for rule in rules}})
             if report is not None:
                 report(layer + 1, info.n_layers)
@@ -61,31 +60,27 @@ def recall(
 
 @dataclass(frozen=True)
 class Truth:
-    """What it takes to tell how much attention a run really read: of `queries` positions, as the rules in NumPy would choose."""
+    """What it takes to tell how much attention a run really read: of `queries` positions, by what was selected for them."""
 
-    calibration: Calibration | None
     scale: float
     queries: int
 
-    def covered(self, session: Session, queries: np.ndarray[Any, Any], first: int, stride: int, profile: Profile) -> float:
-        """Mean share of the true attention, over layers, heads and positions first + k * stride; NaN for rules that are not in NumPy.
-
-        queries [layers, k, heads, d], captured while the session computed those positions.
-        """
+    def covered(self, session: Session, captured: Captured, first: int, stride: int, profile: Profile) -> float:
+        """Mean share of the true attention that was read, over layers, heads and positions first + k * stride of what was captured."""
         info, own = session.model.info, profile.session_options()
-        selector = profile.rule(session.model.calibrated)
-        if selector not in RULES or profile.slice_size != 16 or (selector == "sketch" and self.calibration is None):
-            return math.nan
         setting = Setting(profile.budget, own.get("sink_size", Setting.sink), own.get("window_size", Setting.window))
         share, found = info.n_heads // info.n_kv_heads, []
         for layer in range(info.n_layers):
             keys = _whole_pages(session.keys(layer))
             for g in range(info.n_kv_heads):
                 # Values do not matter for what is read.
-                head = Head(keys[:, g], keys[:, g], self.scale, *_basis(self.calibration, layer, g))
-                for row in range(len(queries[layer])):
-                    query = Query(head, queries[layer, row, g * share:(g + 1) * share], first + row * stride, setting)
-                    found.append(query.outcome(RULES[selector]).recall.mean() if query.selectable else 1.0)
+                head = Head(keys[:, g], keys[:, g], self.scale)
+                for row, count in enumerate(captured.n_slices[layer, :, g]):
+                    if count < 0:   # dense
+                        found.append(1.0)
+                        continue
+                    query = Query(head, captured.queries[layer, row, g * share:(g + 1) * share], first + row * stride, setting)
+                    found.append(query.recall(captured.slices[layer, row, g, :count]).mean())
         return float(np.mean(found))
 
 

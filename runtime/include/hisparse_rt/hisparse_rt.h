@@ -604,16 +604,20 @@ HSR_API hsr_status hsr_session_observe(hsr_session *session, int32_t what, int32
  *  @since 0.1  @threads session  @blocks while it appends; other sessions wait  @alloc yes */
 HSR_API hsr_status hsr_session_fill(hsr_session *session, uint64_t n, uint64_t seed, hsr_error *err);
 
-/** Record queries while the session computes: from now on, the query heads (after rope) of every position first + k * stride, of layers
- *  [layer_first, layer_end), go to queries[(layer - layer_first)][k][n_heads][head_dim], k < n. n = 0 ends it. The memory must stay
- *  until then.
+/** Record what attention does while the session computes, from now on, at every position first + k * stride, k < n, in layers
+ *  [layer_first, layer_end): the query heads (after rope), and which slices of 16 tokens the position's selection has, for each kv head.
+ *  What is NULL is not recorded, nor are selections where attention is dense. n = 0 ends it. The memory must stay until then.
  *  @since 0.1  @threads session  @blocks for at most one step  @alloc no */
 typedef struct hsr_capture {
     uint32_t struct_size;
     int32_t  layer_first, layer_end;
     uint32_t stride;
     uint64_t first, n;
-    float   *queries;
+    float   *queries;      /* float[layers][n][n_heads][head_dim] */
+    int32_t *n_slices;     /* int32[layers][n][n_kv_heads]: how many were selected */
+    int32_t *slices;       /* int32[layers][n][n_kv_heads][max_slices]: the first max_slices of them, ascending; slice i begins at token
+                              16 i. What is behind the last one means nothing */
+    uint32_t max_slices;
 } hsr_capture;
 HSR_API hsr_status hsr_session_capture(hsr_session *session, const hsr_capture *capture, hsr_error *err);
 
