@@ -100,23 +100,28 @@ static hsr_status cpu_view(hsri_device *dev, const void *host, uint64_t bytes, u
     return table_add(cpu_of(dev), (uint8_t *)(uintptr_t)host, bytes, HSRI_CPU_VIEW, buf, err);
 }
 
-/* Address space on a whole MiB: the system gives page alignment only, so ask for one MiB more and return the ends. */
+/* What selection reads is scattered over a pool: with pages of 4 KiB it would wait for page tables as long as for memory. So pools
+ * consist of whole huge pages, if the system has any to give, and are committed by these. */
+#define HUGE_PAGE (2 * MIB)
+
+/* Address space on a whole huge page: the system gives page alignment only, so ask for one more and return the ends. */
 static uint8_t *map_range(uint64_t bytes)
 {
     uint8_t *map, *start;
 
-    if (bytes > SIZE_MAX - MIB) {
+    if (bytes > SIZE_MAX - HUGE_PAGE) {
         errno = ENOMEM;
         return NULL;
     }
-    map = mmap(NULL, bytes + MIB, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    map = mmap(NULL, bytes + HUGE_PAGE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (map == MAP_FAILED)
         return NULL;
-    start = (uint8_t *)(uintptr_t)hsri_round_up((uintptr_t)map, MIB);
+    start = (uint8_t *)(uintptr_t)hsri_round_up((uintptr_t)map, HUGE_PAGE);
     if (start > map)
         munmap(map, (size_t)(start - map));
-    if (start < map + MIB)
-        munmap(start + bytes, (size_t)(map + MIB - start));
+    if (start < map + HUGE_PAGE)
+        munmap(start + bytes, (size_t)(map + HUGE_PAGE - start));
+    madvise(start, bytes, MADV_HUGEPAGE);   /* refused where the system has none */
     return start;
 }
 
@@ -151,8 +156,10 @@ static uint8_t *range_of(hsri_device *dev, uint32_t buf, uint64_t offset, uint64
 static hsr_status cpu_commit(hsri_device *dev, uint32_t buf, uint64_t offset, uint64_t bytes, hsr_error *err)
 {
     uint8_t *data = range_of(dev, buf, offset, bytes);
+    uint64_t first = offset / HUGE_PAGE * HUGE_PAGE;
+    uint64_t end = hsri_min(hsri_round_up(offset + bytes, HUGE_PAGE), hsri_cpu_buffer_of(cpu_of(dev), buf)->bytes);
 
-    if (mprotect(data, bytes, PROT_READ | PROT_WRITE) != 0)
+    if (mprotect(data - (offset - first), end - first, PROT_READ | PROT_WRITE) != 0)
         return hsri_fail_sys(err, HSR_E_NOMEM, errno, "no memory to commit %llu bytes of a pool", (unsigned long long)bytes);
 #ifndef NDEBUG
     memset(data, 0xFF, bytes);   /* NaN in every float format: what is read before it was written shows */
