@@ -24,6 +24,7 @@
 #define XCR0_YMM          0x06u   /* SSE and AVX state */
 #define XCR0_ZMM          0xE6u   /* and mask, upper ZMM, high ZMM state */
 #define XCR0_TILE         0x60000u /* tile configuration and data */
+#define LEAF7_ECX_AMX     (1u << 1 | bit_AVX512VNNI)          /* AVX512-VBMI */
 #define LEAF7_EDX_AMX     (1u << 22 | 1u << 24 | 1u << 25)  /* AMX-BF16, AMX-TILE, AMX-INT8 */
 #define LEAF7_1_EAX_BF16  (1u << 5)              /* AVX512-BF16 */
 
@@ -47,7 +48,7 @@ int32_t hsri_cpu_isa(void)
         return HSR_ISA_REFERENCE;
     if ((b & LEAF7_EBX_AVX512) != LEAF7_EBX_AVX512 || (saved & XCR0_ZMM) != XCR0_ZMM)
         return HSR_ISA_AVX2;
-    bool tiles = (d & LEAF7_EDX_AMX) == LEAF7_EDX_AMX && (c & bit_AVX512VNNI) && (saved & XCR0_TILE) == XCR0_TILE;
+    bool tiles = (d & LEAF7_EDX_AMX) == LEAF7_EDX_AMX && (c & LEAF7_ECX_AMX) == LEAF7_ECX_AMX && (saved & XCR0_TILE) == XCR0_TILE;
     bool bf16 = __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & LEAF7_1_EAX_BF16);
     return tiles && bf16 ? HSR_ISA_AMX : HSR_ISA_AVX512;
 }

@@ -646,11 +646,12 @@ static bool rounds_attention(const hsri_kernels *kernels, hsri_kv_type type)
     return type == HSRI_KV_TYPE_BF16 && rounds_inputs(kernels, HSRI_DTYPE_BF16);
 }
 
-/* Each weight is off by at most 2^-8 of itself after rounding and 3e-6 before; below 2^-126 it is 0. */
+/* Each weight is off by at most this share of itself (test_weights); below 2^-126 it is 0. */
+#define WEIGHT_ERROR 0.0075
+
 static limit sums_of_rounded(const limit *sums)
 {
-    return (limit) { sums->kernel, sums->ulps + 0x1p-8 * 0x1p24 + 3e-6 * 0x1p24, sums->absolute + HSRI_GROUP_TOKENS * 0x1p-126,
-                     sums->reason };
+    return (limit) { sums->kernel, sums->ulps + WEIGHT_ERROR * 0x1p24, sums->absolute + HSRI_GROUP_TOKENS * 0x1p-126, sums->reason };
 }
 
 static void attention_check(const attention *t, const float *reference, bool rounds)
@@ -672,7 +673,17 @@ static void attention_check(const attention *t, const float *reference, bool rou
             magnitude = fmax(magnitude, size);
         }
         const limit *scores = limit_of("scores");
-        check_close(scores, "exact (m)", i, got[0], max, magnitude);
+        /* A level that rounds weights takes a number near the maximum for it, so that it need not know the maximum before. */
+        double m = max, rebase = 1.0;
+        if (rounds && t->visible[i] > 0) {
+            m = got[0];
+            rebase = exp(ref[0] - m);
+            if (!(m > max - 6.0 && m < max + 6.5)) {
+                test_fail("query %u has m %g, exact (m) says %g", i, m, max);
+            }
+        } else {
+            check_close(scores, "exact (m)", i, got[0], max, magnitude);
+        }
         /* An error of a score is the same relative error of its weight. */
         limit sums = times(limit_of("attend"), 1.0);
         sums.ulps += 2 * scores->ulps * magnitude;
@@ -681,11 +692,11 @@ static void attention_check(const attention *t, const float *reference, bool rou
         }
         limit twice = times(&sums, 2.0);
         for (uint32_t n = 0; n < t->visible[i]; n++) {
-            score[n] = exp(score[n] - max);
+            score[n] = exp(score[n] - m);
             l += score[n];
         }
         check_close(&sums, "exact (l)", i, got[1], l, l);
-        check_close(&twice, "reference (l)", i, got[1], ref[1], l);
+        check_close(&twice, "reference (l)", i, got[1], ref[1] * rebase, l);
         for (uint32_t j = 0; j < t->d; j++) {
             double o = 0.0, size = 0.0;
             for (uint32_t n = 0; n < t->visible[i]; n++) {
@@ -694,7 +705,7 @@ static void attention_check(const attention *t, const float *reference, bool rou
                 size += fabs(term);
             }
             check_close(&sums, "exact (o)", j, got[2 + j], o, size);
-            check_close(&twice, "reference (o)", j, got[2 + j], ref[2 + j], size);
+            check_close(&twice, "reference (o)", j, got[2 + j], ref[2 + j] * rebase, size);
         }
         if (t->visible[i] == 0 && (got[0] != -INFINITY || got[1] != 0.0f)) {
             test_fail("query %u sees nothing but has m %g, l %g", i, (double)got[0], (double)got[1]);
@@ -715,9 +726,34 @@ static void set_visible(attention *t, uint32_t pattern)
     }
 }
 
+/* All queries together against exact results and the reference, and each alone against all together. */
+static void attention_case(attention *t, const hsri_kernels *kernels, const hsri_kernels *reference)
+{
+    bool rounds = rounds_attention(kernels, t->type);
+    if (rounds) {
+        round_to_bf16(t->queries, (size_t)t->n_queries * t->d);
+    }
+    size_t bytes = (size_t)t->n_queries * (t->d + 2) * sizeof(float);
+    float *ref = malloc(bytes);
+    attention_run(t, reference, 0, t->n_queries);
+    memcpy(ref, t->partials, bytes);
+    memset(t->partials, 0xff, bytes);
+    attention_run(t, kernels, 0, t->n_queries);
+    attention_check(t, ref, rounds);
+    check_guard(t->partials);
+    check_guard(t->scratch);
+    memcpy(ref, t->partials, bytes);
+    memset(t->partials, 0xff, bytes);
+    for (uint32_t i = 0; i < t->n_queries; i++) {
+        attention_run(t, kernels, i, 1);
+    }
+    check_same("queries one by one", t->partials, ref, bytes);
+    free(ref);
+}
+
 static void test_attend_values(const hsri_kernels *kernels, const hsri_kernels *reference, hsri_kv_type type)
 {
-    static const uint32_t token_counts[] = { 1, 2, 33, 64, 65, 127, 300, 1024 }, query_counts[] = { 1, 2, 3, 7, 13, 64 };
+    static const uint32_t token_counts[] = { 1, 2, 33, 64, 65, 127, 300, 1024 }, query_counts[] = { 1, 2, 3, 7, 13, 33, 64 };
     for (size_t h = 0; h < N_HEAD_DIMS; h++) {
         for (size_t n = 0; n < sizeof token_counts / sizeof *token_counts; n++) {
             for (size_t c = 0; c < sizeof query_counts / sizeof *query_counts; c++) {
@@ -728,30 +764,57 @@ static void test_attend_values(const hsri_kernels *kernels, const hsri_kernels *
                 test_case("d=%u tokens=%u queries=%u pattern=%u", d, n_tokens, n_queries, pattern);
                 attention t = attention_new(type, d, n_tokens, n_queries);
                 set_visible(&t, pattern);
-                bool rounds = rounds_attention(kernels, type);
-                if (rounds) {
-                    round_to_bf16(t.queries, (size_t)n_queries * d);
-                }
-                size_t bytes = (size_t)n_queries * (d + 2) * sizeof(float);
-                float *ref = malloc(bytes);
-                attention_run(&t, reference, 0, n_queries);
-                memcpy(ref, t.partials, bytes);
-                memset(t.partials, 0xff, bytes);
-                attention_run(&t, kernels, 0, n_queries);
-                attention_check(&t, ref, rounds);
-                check_guard(t.partials);
-                check_guard(t.scratch);
-                /* each query alone has the same bits */
-                memcpy(ref, t.partials, bytes);
-                memset(t.partials, 0xff, bytes);
-                for (uint32_t i = 0; i < n_queries; i++) {
-                    attention_run(&t, kernels, i, 1);
-                }
-                check_same("queries one by one", t.partials, ref, bytes);
-                free(ref);
+                attention_case(&t, kernels, reference);
                 attention_free(&t);
             }
         }
+    }
+}
+
+/* Scores that rise or fall a long way, gently or in leaps: what was added up has to be scaled again, or what follows is next to nothing. */
+static void test_attend_slopes(const hsri_kernels *kernels, const hsri_kernels *reference, hsri_kv_type type)
+{
+    static const uint32_t query_counts[] = { 1, 5, 41 };
+    for (uint32_t i = 0; i < 12; i++) {
+        uint32_t n_queries = query_counts[i % 3], leap = i % 4 < 2 ? 1 : 150;
+        float slope = i % 2 == 0 ? 0.05f : 0.5f;
+        test_case("slope %g, leaps of %u, queries=%u", (double)slope, leap, n_queries);
+        attention t = attention_new(type, 32, 1000, n_queries);
+        for (uint32_t n = 0; n < t.n_tokens; n++) {
+            store_element(type, t.slots[n / 64] + key_offset(type, t.d, n % 64, 3), slope * (float)(n / leap * leap));
+        }
+        set_visible(&t, i % 3);
+        attention_case(&t, kernels, reference);
+        attention_free(&t);
+    }
+}
+
+/* Tokens with a score of -infinity are like hidden ones, whether others come before them or behind them. */
+static void test_attend_minus_infinity(const hsri_kernels *kernels, hsri_kv_type type)
+{
+    enum { D = 32, N_TOKENS = 400, ROW = D + 2 };
+    static const struct { uint32_t first, end; } parts[] = { { 300, 400 }, { 10, 300 }, { 0, 200 } };
+    const limit near = { "attend", 1e3, 1e-6, "" };
+    for (size_t p = 0; p < sizeof parts / sizeof *parts; p++) {
+        attention t = attention_new(type, D, N_TOKENS, 1);
+        double want[ROW] = { 0 }, weights = 0.0;
+        test_case("tokens [%u, %u) have scores of -infinity", parts[p].first, parts[p].end);
+        t.queries[0] = 1.0f;
+        t.visible[0] = N_TOKENS;
+        for (uint32_t n = 0; n < N_TOKENS; n++) {
+            bool without = n >= parts[p].first && n < parts[p].end;
+            for (uint32_t j = 0; j < D; j++) {
+                double key = without && j == 0 ? -INFINITY : 0.0;
+                store_element(type, t.slots[n / 64] + key_offset(type, D, n % 64, j), (float)key);
+                want[2 + j] += without ? 0.0 : load_element(type, t.slots[n / 64] + value_offset(type, D, n % 64, j));
+            }
+            weights += without ? 0.0 : 1.0;
+        }
+        attention_run(&t, kernels, 0, 1);
+        for (uint32_t j = 0; j < D; j++) {
+            check_close(&near, "exact", j, t.partials[2 + j] / t.partials[1], want[2 + j] / weights, 1.0);
+        }
+        attention_free(&t);
     }
 }
 
@@ -822,6 +885,53 @@ static void test_attend_exp(const hsri_kernels *kernels)
         }
         attention_free(&t);
     }
+}
+
+/* Rounded softmax weights, one by one: token 0 has score 0, token t > 0 one of all fractions of a power of 2, with half steps between, and
+ * the unit vector t - 1 as value, so that o holds its weight. */
+static void test_weights(const hsri_kernels *kernels)
+{
+    enum { D = 64, PARTS = 512, ROUNDS = 16 * PARTS / 63 + 1 };
+    double sum = 0.0, squares = 0.0, n_weights = 0.0;
+    attention t = attention_new(HSRI_KV_TYPE_BF16, D, 64, 1);
+    memset(t.slots[0] + 64, 0, hsri_plain_page_bytes(HSRI_KV_TYPE_BF16, D) - 64);
+    memset(t.queries, 0, D * sizeof(float));
+    t.queries[0] = 1.0f;
+    t.queries[1] = 0.5f;
+    t.queries[2] = 1.0f / PARTS;
+    t.visible[0] = 64;
+    for (uint32_t n = 1; n < 64; n++) {
+        store_element(HSRI_KV_TYPE_BF16, t.slots[0] + value_offset(HSRI_KV_TYPE_BF16, D, n, n - 1), 1.0f);
+    }
+    for (uint32_t round = 0; round < ROUNDS; round++) {
+        for (uint32_t n = 1; n < 64; n++) {
+            uint32_t at = round * 63 + n;
+            store_element(HSRI_KV_TYPE_BF16, t.slots[0] + key_offset(HSRI_KV_TYPE_BF16, D, n, 0), -(float)(at / PARTS));
+            store_element(HSRI_KV_TYPE_BF16, t.slots[0] + key_offset(HSRI_KV_TYPE_BF16, D, n, 1), -(float)(at / (PARTS / 2) % 2));
+            store_element(HSRI_KV_TYPE_BF16, t.slots[0] + key_offset(HSRI_KV_TYPE_BF16, D, n, 2), -(float)(at % (PARTS / 2)));
+        }
+        const float *query = t.queries;
+        float *partial = t.partials;
+        hsri_attend_args a = { (const uint8_t *const *)t.slots, 1, D, 0x1.62e430p-1f, 1, &query, t.visible, &partial, t.scratch };
+        kernels->attend[HSRI_KV_TYPE_BF16](&a);
+        for (uint32_t n = 1; n < 64; n++) {
+            uint32_t at = round * 63 + n;
+            double exponent = -(double)at / PARTS;
+            double error = partial[1 + n] / exp(exponent * 0x1.62e430p-1 - partial[0]) - 1.0;
+            test_case("weight 2^%g", exponent);
+            if (!(fabs(error) < WEIGHT_ERROR)) {
+                test_fail("off by %g", error);
+            }
+            sum += error;
+            squares += error * error;
+            n_weights += 1.0;
+        }
+    }
+    test_case("weights");
+    if (!(fabs(sum / n_weights) < 2e-4 && sqrt(squares / n_weights) < 0.0025)) {
+        test_fail("off by %g on average, %g in the root mean square", sum / n_weights, sqrt(squares / n_weights));
+    }
+    attention_free(&t);
 }
 
 static void test_merge(const hsri_kernels *kernels, const hsri_kernels *reference)
@@ -908,7 +1018,9 @@ void test_level(const char *name, const hsri_kernels *kernels, const hsri_kernel
         snprintf(kernel, sizeof kernel, "page_put %s", dtype_names[i]);
         RUN(test_page_put(kernels, type));
         snprintf(kernel, sizeof kernel, "attend %s", dtype_names[i]);
-        RUN(test_attend_values(kernels, reference, type); test_attend_hidden(kernels, type));
+        RUN(test_attend_values(kernels, reference, type); test_attend_slopes(kernels, reference, type);
+            test_attend_minus_infinity(kernels, type); test_attend_hidden(kernels, type);
+            if (rounds_attention(kernels, type)) { test_weights(kernels); });
     }
     for (int i = HSRI_N_KV_TYPES; i < HSRI_N_KV_FORMATS; i++) {
         static const char *const formats[] = { "int8", "compact", "vtq" };

@@ -32,13 +32,13 @@ typedef struct hsri_attend_args {
     uint32_t        n_queries;     /* rows times heads of the group that share these pages */
     const float    *const *queries;/* [n_queries] -> float[d] */
     const uint32_t *visible;       /* [n_queries] */
-    float          *const *partials;/* [n_queries] -> { m, l, o[d] } */
+    float          *const *partials;/* [n_queries] -> { m, l, o[d] } (device.h, attend) */
     float          *scratch;       /* per thread: HSRI_ATTEND_SCRATCH floats */
 } hsri_attend_args;
 
 #define HSRI_ATTEND_MAX_QUERIES 64u   /* most queries of one call */
 #define HSRI_ATTEND_MAX_HEAD_DIM 512u /* models have no more */
-/* Scores of all queries, with gaps between runs, and room for the queries in 16 bits. */
+/* Scores of all queries, with gaps between runs, and room for the queries in 16 bits; or, of blocks of tokens, scores and outputs. */
 #define HSRI_ATTEND_SCRATCH (HSRI_ATTEND_MAX_QUERIES * (HSRI_GROUP_TOKENS * 17 / 16 + HSRI_ATTEND_MAX_HEAD_DIM / 2 + HSRI_RUN / 2))
 
 typedef struct hsri_kernels {
@@ -81,6 +81,7 @@ void hsri_kernels_fill_ref(hsri_kernels *k);
 void hsri_kernels_fill_avx2(hsri_kernels *k);    /* x86/kernels_avx2.c */
 void hsri_kernels_fill_avx512(hsri_kernels *k);  /* x86/kernels_avx512.c */
 void hsri_kernels_fill_amx(hsri_kernels *k);     /* x86/kernels_amx.c */
+void hsri_attend_bf16_amx(const hsri_attend_args *a);   /* x86/attend_amx.c */
 
 /* Floats of a prepared row: two bytes for each input of whole runs, and a float for each run, in an odd number of cache lines, so
  * that the rows of a tile fall into different sets of the cache. */
