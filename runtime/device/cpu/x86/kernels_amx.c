@@ -157,13 +157,12 @@ static uint32_t tile_row0(const linear_job *job, uint32_t tile)
     return (uint32_t)hsri_min((uint64_t)tile * job->tile_rows, job->n_rows - job->tile_rows);
 }
 
-#define FAR_BYTES 2048u
-
-/* Runs [run0, run0 + n_runs) of one or two panels, as bf16. */
+/* Runs [run0, run0 + n_runs) of one or two panels. */
 typedef struct block {
-    const uint8_t *weights;
+    uint8_t *unpacked;       /* NULL: the codes are bf16 */
+    const uint8_t *weights;  /* bf16 */
     size_t panel_bytes;      /* from one panel to the other */
-    uint32_t panel, run0, n_runs;
+    uint32_t panel, n_panels, run0, n_runs;
     bool first, last;        /* of the blocks of these panels: sums begin, and are complete */
     bool once;               /* read from memory and not again */
 } block;
@@ -201,21 +200,6 @@ static void store_sums(const linear_job *job, const sums_place *s, const float *
     }
 }
 
-/* Rows of sums so far apart are the output itself, and not in a near cache: ask for their lines now. */
-INLINE void fetch_sums(const linear_job *job, const block *b, uint32_t tile, uint32_t n_panels)
-{
-    if (job->out_stride * sizeof(float) < FAR_BYTES) {
-        return;
-    }
-    const float *out = job->out + tile_row0(job, tile) * job->out_stride + b->panel * HSRI_PANEL;
-    for (uint32_t r = 0; r < job->tile_rows; r++, out += job->out_stride) {
-        __builtin_prefetch(out, 1, 3);
-        if (n_panels == 2) {
-            __builtin_prefetch(out + HSRI_PANEL, 1, 3);
-        }
-    }
-}
-
 #define BEGIN_SUMS(t, tile, of_panel) \
     do { \
         if (b->first) { \
@@ -242,16 +226,68 @@ INLINE void fetch_sums(const linear_job *job, const block *b, uint32_t tile, uin
         } \
     } while (0)
 
-/* n_tiles x n_panels tiles of sums, 1 or 2 each: every tile that is loaded is used up to twice. */
-INLINE void multiply_tiles(const linear_job *job, uint32_t tile, uint32_t n_tiles, uint32_t n_panels, const block *b)
+/* Most runs of two panels that are unpacked at a time and stay in the first-level cache while all rows use them. Fewer would make sums
+ * leave their tiles more often. */
+#define BLOCK_RUNS 20u
+/* Runs are unpacked this many steps before they are multiplied. */
+#define UNPACK_AHEAD 3u
+#define RING 4u
+
+INLINE void unpack_block_run(hsri_dtype dtype, const linear_job *job, const block *b, uint32_t panel, uint32_t run)
+{
+    uint64_t at = (uint64_t)(b->panel + panel) * job->w->n_runs + b->run0 + run;
+    unpack_run(dtype, job->w, at, b->unpacked + panel * b->panel_bytes + (size_t)run * TILE_BYTES);
+}
+
+static __attribute__((noinline)) void unpack_block_run_q8(const linear_job *job, const block *b, uint32_t panel, uint32_t run)
+{
+    unpack_block_run(HSRI_DTYPE_Q8, job, b, panel, run);
+}
+
+static __attribute__((noinline)) void unpack_block_run_q4(const linear_job *job, const block *b, uint32_t panel, uint32_t run)
+{
+    unpack_block_run(HSRI_DTYPE_Q4, job, b, panel, run);
+}
+
+/* Unpacks a run of a block's panel, if there is such a run, and anything to be unpacked. */
+INLINE void unpack_beside(hsri_dtype dtype, const linear_job *job, const block *b, uint32_t panel, uint32_t run)
+{
+    if (dtype == HSRI_DTYPE_BF16 || b == NULL || panel >= b->n_panels || run >= b->n_runs) {
+        return;
+    }
+    if (dtype == HSRI_DTYPE_Q8) {
+        unpack_block_run_q8(job, b, panel, run);
+    } else {
+        unpack_block_run_q4(job, b, panel, run);
+    }
+}
+
+/* Asks for the lines that a row of sums will be stored to. */
+INLINE void fetch_sums(const float *out, uint32_t n_panels)
+{
+    __asm__ volatile("prefetchw (%0)" : : "r"(out));
+    if (n_panels == 2) {
+        __asm__ volatile("prefetchw (%0)" : : "r"(out + HSRI_PANEL));
+    }
+}
+
+/* n_tiles x n_panels tiles of sums, 1 or 2 each: every tile that is loaded is used up to twice.
+ *
+ * Four multiplications take 64 cycles, in which the rest of the core has little to do. Meanwhile codes are unpacked: with the block's first
+ * rows its own second panel (`fresh`), with its last ones the first panel of the next block, into the place of runs that have had their last
+ * use and so are in the first-level cache. And lines are asked for that sums will be stored to. */
+INLINE void multiply_tiles(hsri_dtype dtype, const linear_job *job, uint32_t tile, uint32_t n_tiles, uint32_t n_panels, const block *b,
+                           const block *fresh, const block *next)
 {
     _Alignas(64) float sums[TILE_ROWS * HSRI_PANEL];
     size_t stride = job->x_stride * sizeof(float);
     const uint8_t *weights = b->weights;
     const float *x0 = job->x + tile_row0(job, tile) * job->x_stride + b->run0 * (HSRI_RUN / 2);
     const float *x1 = job->x + tile_row0(job, tile + n_tiles - 1) * job->x_stride + b->run0 * (HSRI_RUN / 2);
-    for (uint32_t i = 0; i < n_tiles; i++) {
-        fetch_sums(job, b, tile + i, n_panels);
+    const float *out0 = job->out + tile_row0(job, tile) * job->out_stride + b->panel * HSRI_PANEL;
+    const float *out1 = job->out + tile_row0(job, tile + n_tiles - 1) * job->out_stride + b->panel * HSRI_PANEL;
+    for (uint32_t run = 0; fresh != NULL && run < UNPACK_AHEAD; run++) {
+        unpack_beside(dtype, job, fresh, 1, run);
     }
     BEGIN_SUMS(0, tile, 0);
     if (n_panels == 2) {
@@ -264,6 +300,7 @@ INLINE void multiply_tiles(const linear_job *job, uint32_t tile, uint32_t n_tile
         }
     }
     for (uint32_t run = 0; run < b->n_runs; run++) {
+        unpack_beside(dtype, job, fresh, 1, run + UNPACK_AHEAD);
         if (b->once) {
             fetch(weights, TILE_BYTES);
         }
@@ -291,6 +328,13 @@ INLINE void multiply_tiles(const linear_job *job, uint32_t tile, uint32_t n_tile
         weights += TILE_BYTES;
         x0 += HSRI_RUN / 2;
         x1 += HSRI_RUN / 2;
+        if (run < job->tile_rows) {
+            fetch_sums(out0 + run * job->out_stride, n_panels);
+            if (n_tiles == 2) {
+                fetch_sums(out1 + run * job->out_stride, n_panels);
+            }
+        }
+        unpack_beside(dtype, job, next, 0, run);
     }
     END_SUMS(0, tile, 0);
     if (n_panels == 2) {
@@ -304,29 +348,23 @@ INLINE void multiply_tiles(const linear_job *job, uint32_t tile, uint32_t n_tile
     }
 }
 
-/* All rows with a block. */
-static void multiply_block(const linear_job *job, uint32_t n_panels, const block *b)
+/* All rows with a block, whose first panel is unpacked; then so is that of the next block. */
+INLINE void multiply_block(hsri_dtype dtype, const linear_job *job, const block *b, const block *next)
 {
     for (uint32_t tile = 0; tile < job->n_tiles; tile += 2) {
+        const block *fresh = tile == 0 ? b : NULL, *after = tile + 2 >= job->n_tiles ? next : NULL;
         bool pair = tile + 1 < job->n_tiles;
-        if (pair && n_panels == 2) {
-            multiply_tiles(job, tile, 2, 2, b);
+        if (pair && b->n_panels == 2) {
+            multiply_tiles(dtype, job, tile, 2, 2, b, fresh, after);
         } else if (pair) {
-            multiply_tiles(job, tile, 2, 1, b);
-        } else if (n_panels == 2) {
-            multiply_tiles(job, tile, 1, 2, b);
+            multiply_tiles(dtype, job, tile, 2, 1, b, fresh, after);
+        } else if (b->n_panels == 2) {
+            multiply_tiles(dtype, job, tile, 1, 2, b, fresh, after);
         } else {
-            multiply_tiles(job, tile, 1, 1, b);
+            multiply_tiles(dtype, job, tile, 1, 1, b, fresh, after);
         }
     }
 }
-
-/* Runs of two panels that are unpacked at a time and stay in the first-level cache while all rows use them. Fewer would make sums leave
- * their tiles more often. */
-#define BLOCK_RUNS 20u
-/* Few rows: runs are unpacked this many steps before they are multiplied. */
-#define UNPACK_AHEAD 3u
-#define RING 4u
 
 /* Size of the next part when `left` things are taken in parts of at most `most`: as even as possible. */
 static uint32_t next_part(uint32_t left, uint32_t most)
@@ -334,29 +372,45 @@ static uint32_t next_part(uint32_t left, uint32_t most)
     return (uint32_t)hsri_div_up(left, hsri_div_up(left, most));
 }
 
-/* Many rows: blocks are unpacked once for all of them. The inputs of a block's runs serve all panels before those of the next are touched,
- * so that they stay in the second-level cache even where whole rows would not. */
+/* From a block of panels [panel0, panel1) to the next, which has no more runs. The inputs of a block's runs serve all panels before those
+ * of the next are touched, so that they stay in the second-level cache even where whole rows would not. False at the end. */
+static bool to_next_block(const linear_job *job, uint32_t panel0, uint32_t panel1, block *b)
+{
+    uint32_t n_runs = job->w->n_runs;
+    b->panel += b->n_panels;
+    if (b->panel == panel1) {
+        b->panel = panel0;
+        b->run0 += b->n_runs;
+        if (b->run0 == n_runs) {
+            return false;
+        }
+        b->n_runs = next_part(n_runs - b->run0, BLOCK_RUNS);
+    }
+    b->n_panels = (uint32_t)hsri_min(2, panel1 - b->panel);
+    b->first = b->run0 == 0;
+    b->last = b->run0 + b->n_runs == n_runs;
+    if (b->unpacked == NULL) {
+        b->weights = job->w->codes + ((uint64_t)b->panel * n_runs + b->run0) * TILE_BYTES;
+    }
+    return true;
+}
+
+/* Many rows: blocks are unpacked once for all of them. */
 INLINE void linear_many_rows(hsri_dtype dtype, const linear_job *job, uint32_t panel0, uint32_t panel1)
 {
     _Alignas(64) uint8_t unpacked[2 * BLOCK_RUNS * TILE_BYTES];
     uint32_t n_runs = job->w->n_runs;
-    for (uint32_t run0 = 0, n; run0 < n_runs; run0 += n) {
-        n = next_part(n_runs - run0, BLOCK_RUNS);
-        for (uint32_t panel = panel0; panel < panel1; panel += 2) {
-            uint32_t n_panels = (uint32_t)hsri_min(2, panel1 - panel);
-            block b = { unpacked, n * TILE_BYTES, panel, run0, n, run0 == 0, run0 + n == n_runs, job->n_tiles <= 2 };
-            uint64_t at = (uint64_t)panel * n_runs + run0;
-            if (dtype == HSRI_DTYPE_BF16) {
-                b.weights = job->w->codes + at * TILE_BYTES;
-                b.panel_bytes = (size_t)n_runs * TILE_BYTES;
-            } else {
-                b.once = false;
-                for (uint32_t i = 0; i < n_panels * n; i++) {
-                    unpack_run(dtype, job->w, at + i / n * n_runs + i % n, unpacked + (size_t)i * TILE_BYTES);
-                }
-            }
-            multiply_block(job, n_panels, &b);
-        }
+    bool codes = dtype != HSRI_DTYPE_BF16;
+    block next = { .unpacked = codes ? unpacked : NULL, .weights = unpacked, .panel = panel0, .n_runs = next_part(n_runs, BLOCK_RUNS),
+                   .panel_bytes = (codes ? BLOCK_RUNS : n_runs) * (size_t)TILE_BYTES, .once = !codes && job->n_tiles <= 2 };
+    bool more = to_next_block(job, panel0, panel1, &next);
+    for (uint32_t run = 0; more && run < next.n_runs; run++) {
+        unpack_beside(dtype, job, &next, 0, run);
+    }
+    while (more) {
+        block b = next;
+        more = to_next_block(job, panel0, panel1, &next);
+        multiply_block(dtype, job, &b, more ? &next : NULL);
     }
 }
 
@@ -390,7 +444,7 @@ INLINE void linear_few_rows(hsri_dtype dtype, const linear_job *job, uint32_t pa
 INLINE void linear_any(hsri_dtype dtype, const hsri_packed *w, uint32_t panel0, uint32_t panel1, const float *x, uint64_t x_stride,
                        uint32_t n_rows, const float *bias, float *out, uint64_t out_stride)
 {
-    if (n_rows == 0) {
+    if (n_rows == 0 || panel0 == panel1) {
         return;
     }
     linear_job job = { w, x, x_stride, bias, out, out_stride, n_rows, (uint32_t)hsri_min(n_rows, TILE_ROWS), 0 };
