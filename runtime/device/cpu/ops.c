@@ -28,9 +28,10 @@
 /* Pieces of a large matrix product: weights that stay in a core's cache while blocks of rows pass, and such a block. */
 #define WEIGHT_BYTES (512u << 10)
 #define INPUT_BYTES (1u << 20)
-/* Most rows of a block. Kernels with prepared inputs get as many whatever their bytes: they go through a part of the inputs of all
- * rows at a time, and want many rows, to unpack weights for. */
+/* Most rows of a block. Kernels with prepared inputs want many, to unpack weights for: if LEAST_ROWS are more than INPUT_BYTES, they get
+ * this many all the same, as they go through a part of the inputs of all rows at a time. */
 #define BLOCK_ROWS 512u
+#define LEAST_ROWS 256u
 /* Panels of an item whose inputs are more than INPUT_BYTES: those come from a slower cache, part by part, for the panels of each item. */
 #define LONG_PANELS 16u
 /* Sums that are something's input are kept by the worker until they are: as many as stay in its core's cache. */
@@ -319,7 +320,8 @@ static void prepare_run(const void *arg, uint64_t first, uint64_t end, uint32_t 
 
 typedef struct linear_job linear_job;
 
-/* An item is a run of panels times a block of rows; items of the same panels are neighbours. */
+/* An item is a run of panels times a block of rows. Neighbours share their panels; with prepared inputs, which do not stay in a near cache
+ * while all panels pass if rows change in between, they share the rows. */
 struct linear_job {
     void       (*kernel)(const hsri_packed *w, uint32_t panel0, uint32_t panel1, const float *x, uint64_t x_stride, uint32_t n_rows,
                          const float *bias, float *out, uint64_t out_stride);
@@ -334,7 +336,8 @@ struct linear_job {
     uint64_t     in_stride, out_stride;
     uint32_t     n_rows, n_panels, n_out;                  /* n_out: numbers in a row of out */
     uint32_t     together;                                 /* panels that `finish` needs together: FINISH_PANELS is a multiple */
-    uint32_t     item_rows, item_panels, n_row_blocks;
+    uint32_t     item_rows, item_panels, n_row_blocks, n_panel_items;
+    bool         by_rows;
 };
 
 /* x += sums */
@@ -411,24 +414,48 @@ static void linear_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
     const linear_job *job = arg;
 
     for (uint64_t i = first; i < end; i++) {
-        uint32_t panel = (uint32_t)(i / job->n_row_blocks) * job->item_panels, row = (uint32_t)(i % job->n_row_blocks) * job->item_rows;
+        uint64_t block = job->by_rows ? i / job->n_panel_items : i % job->n_row_blocks;
+        uint64_t item = job->by_rows ? i % job->n_panel_items : i / job->n_row_blocks;
+        uint32_t row = (uint32_t)block * job->item_rows, panel = (uint32_t)item * job->item_panels;
 
         linear_item(job, row, (uint32_t)hsri_min(job->item_rows, job->n_rows - row), panel,
                     (uint32_t)hsri_min(panel + job->item_panels, job->n_panels), worker);
     }
 }
 
-/* Panels of an item, if a block of rows takes one thread cost_ns. */
-static uint64_t panels_of_item(const hsri_cpu_device *dev, const linear_job *job, uint64_t bytes, uint64_t cost_ns)
+/* Panels of an item, a multiple of `step`, for at most `most` items of a block of rows: so many that the busiest thread has the least to
+ * do. If that leaves a choice, small items, for a thread that was held up. */
+static uint32_t even_panels(const linear_job *job, uint32_t step, uint64_t most, uint32_t n_threads)
 {
-    uint64_t n = items_per_task(dev, job->n_panels, cost_ns), n_items;
+    uint64_t best = job->n_panels, least = UINT64_MAX;
 
-    if (!dev->kernels.prepare[job->dtype])
-        return hsri_min(n, hsri_max(WEIGHT_BYTES * (uint64_t)job->n_panels / bytes, 1));
-    if (job->item_rows * job->in_stride * sizeof(float) <= INPUT_BYTES)
-        return n;
-    n_items = hsri_round_up(hsri_div_up(job->n_panels, LONG_PANELS), (uint64_t)hsri_threads_count(dev->threads));
-    return hsri_max(n, hsri_div_up(job->n_panels, n_items));
+    for (uint64_t n = 1; n <= hsri_max(most, 1); n++) {
+        uint64_t panels = hsri_round_up(hsri_div_up(job->n_panels, n), step);
+        uint64_t busiest = hsri_div_up(hsri_div_up(job->n_panels, panels) * job->n_row_blocks, n_threads) * panels;
+
+        if (busiest <= least) {
+            least = busiest;
+            best = panels;
+        }
+    }
+    return (uint32_t)best;
+}
+
+/* Panels of an item, if the product takes one thread cost_ns. */
+static uint32_t panels_of_item(const hsri_cpu_device *dev, const linear_job *job, uint64_t bytes, uint64_t cost_ns)
+{
+    uint32_t n_threads = (uint32_t)hsri_threads_count(dev->threads);
+    /* kernels take panels in pairs if there are rows to use them on */
+    uint32_t step = (uint32_t)hsri_max(job->together, job->n_rows > HSRI_PANEL ? 2 : 1);
+    uint64_t most = hsri_min(cost_ns / TASK_NS + 1, (uint64_t)n_threads * TASKS_PER_THREAD) / job->n_row_blocks, n;
+
+    if (!dev->kernels.prepare[job->dtype]) {
+        n = items_per_task(dev, job->n_panels, cost_ns / job->n_row_blocks);
+        return (uint32_t)hsri_round_up(hsri_min(n, hsri_max(WEIGHT_BYTES * (uint64_t)job->n_panels / bytes, 1)), step);
+    }
+    if (job->item_rows * job->in_stride * sizeof(float) > INPUT_BYTES)
+        most = hsri_min(most, hsri_round_up(hsri_div_up(job->n_panels, LONG_PANELS), n_threads));
+    return even_panels(job, step, most, n_threads);
 }
 
 /* Cut the product into items and compute it. */
@@ -441,10 +468,18 @@ static void linear_all(hsri_cpu_device *dev, linear_job *job, uint32_t macs_per_
     job->n_row_blocks = (uint32_t)hsri_div_up(job->n_rows, block_rows);
     job->item_rows = (uint32_t)hsri_round_up(hsri_div_up(job->n_rows, job->n_row_blocks), 16);
     job->n_row_blocks = (uint32_t)hsri_div_up(job->n_rows, job->item_rows);
-    job->item_panels = (uint32_t)panels_of_item(dev, job, bytes, cost / job->n_row_blocks);
-    /* kernels take panels in pairs if there are rows to use them on */
-    job->item_panels = (uint32_t)hsri_round_up(job->item_panels, hsri_max(job->together, job->n_rows > HSRI_PANEL ? 2 : 1));
-    hsri_cpu_run_items(dev, hsri_div_up(job->n_panels, job->item_panels) * job->n_row_blocks, cost, linear_run, job);
+    job->item_panels = panels_of_item(dev, job, bytes, cost);
+    job->n_panel_items = (uint32_t)hsri_div_up(job->n_panels, job->item_panels);
+    job->by_rows = dev->kernels.prepare[job->dtype] != NULL;
+    hsri_cpu_run_items(dev, (uint64_t)job->n_panel_items * job->n_row_blocks, cost, linear_run, job);
+}
+
+/* Rows of a block of prepared inputs. */
+static uint32_t prepared_block(uint64_t stride)
+{
+    uint64_t n = INPUT_BYTES / (stride * sizeof(float));
+
+    return n < LEAST_ROWS ? BLOCK_ROWS : (uint32_t)hsri_min(n, BLOCK_ROWS);
 }
 
 /* A level that prepares inputs does so once for all panels, for as many rows at a time as there is room for. gain: of a norm before. */
@@ -461,7 +496,7 @@ static void linear_prepared(hsri_cpu_device *dev, linear_job job, const float *g
     for (uint32_t row = 0; row < n_rows; row += job.n_rows) {
         job.n_rows = (uint32_t)hsri_min(room, n_rows - row);
         hsri_cpu_run_items(dev, job.n_rows, (uint64_t)job.n_rows * job.w.k / 8, prepare_run, &prepare);
-        linear_all(dev, &job, PREPARED_MACS_PER_NS, BLOCK_ROWS);
+        linear_all(dev, &job, PREPARED_MACS_PER_NS, prepared_block(stride));
         prepare.in += (uint64_t)job.n_rows * job.w.k;
         job.out += job.n_rows * job.out_stride;
     }
@@ -559,7 +594,7 @@ static void cpu_mlp_add(hsri_queue *q, hsri_ref x, hsri_ref gain, float eps, con
     second = linear_of(dev, down, down_bias, ffn, n_rows, x, down->n);
     second.finish = finish_add;
     second.in_stride = stride;
-    linear_all(dev, &second, PREPARED_MACS_PER_NS, BLOCK_ROWS);
+    linear_all(dev, &second, PREPARED_MACS_PER_NS, prepared_block(stride));
 }
 
 /* ---- rope and append ---- */
