@@ -7,6 +7,8 @@
  *   linear_add       scratch = linear(in);                  x += scratch
  *   mlp_add          ffn = gate_up_silu(x);                 x = linear_add(ffn)
  *
+ * A back end whose linear layers round their inputs may compute what is between the products of mlp_add to a sixteenth of that.
+ *
  * A back end that has one of its own sets it before hsri_compound_fill; its norm_linear serves the others, too.
  *
  * Scratch holds the normalised rows, then, behind them on a whole 64 bytes, the rows of the linear layer. */

@@ -347,7 +347,12 @@ static void bench_rows(const char *name, const hsri_kernels *kernels)
         for (int i = 0; i < REPEATS; i++) {
             kernels->prepare[HSRI_DTYPE_Q8](in, N, 1, N, prepared);
         }
-        printf("%-10s prepare %.2f ns/element\n", name, (double)(now(1) - start) / REPEATS / N);
+        double prepare = (double)(now(1) - start) / REPEATS / N;
+        start = now(1);
+        for (int i = 0; i < REPEATS; i++) {
+            kernels->silu_prepare[HSRI_DTYPE_Q8](in, 2 * N, 1, N, prepared, N);
+        }
+        printf("%-10s prepare %.2f ns/element  silu_prepare %.2f ns/element\n", name, prepare, (double)(now(1) - start) / REPEATS / N);
     }
 }
 

@@ -457,6 +457,71 @@ static void test_silu_mul(const hsri_kernels *kernels, const hsri_kernels *refer
     }
 }
 
+/* The matrix that changes nothing, as bf16. */
+static uint8_t *identity(uint32_t n)
+{
+    uint64_t bytes = hsri_packed_bytes(HSRI_DTYPE_BF16, n, n);
+    uint8_t *data = guard_new(bytes);
+    memset(data, 0, bytes);
+    for (uint32_t i = 0; i < n; i++) {
+        uint16_t one = 0x3f80;
+        memcpy(data + ((uint64_t)(i / 16) * ((n + 31) / 32) + i / 32) * 1024 + i % 32 / 2 * 64 + i % 16 * 4 + i % 2 * 2, &one, sizeof one);
+    }
+    return data;
+}
+
+/* What comes out of the identity is what has gone in: a number that is rounded once to 8 bits, and moved by a sixteenth of that before. As in silu_mul, what is below
+ * 2e-36 may be 0. */
+static void test_silu_prepare(const hsri_kernels *kernels)
+{
+    enum { ROWS = 3 };
+    for (size_t w = 0; w < N_WIDTHS && kernels->silu_prepare[HSRI_DTYPE_BF16] != NULL; w++) {
+        uint32_t n = widths[w];
+        size_t n_in = (n + 15) / 16 * 32, stride = hsri_prepared_stride(n);
+        uint8_t *data = identity(n);
+        hsri_packed one = hsri_packed_at(data, HSRI_DTYPE_BF16, n, n);
+        float *in = floats(ROWS * n_in, VALUES_UNIT), *out = guard_new(ROWS * n * sizeof *out);
+        float *prepared = guard_new(ROWS * stride * sizeof *prepared), *alone = guard_new(stride * sizeof *alone);
+        test_case("n=%u", n);
+        for (size_t i = 0; i < ROWS * n_in; i++) {
+            static const float scales[] = { 1e-30f, 1e-3f, 1.0f, 10.0f, 100.0f, 1e4f, 1e30f };
+            in[i] *= i / 16 % 2 == 0 ? scales[random_below(7)] : 1.0f;
+        }
+        memset(prepared, 0, ROWS * stride * sizeof *prepared);
+        memset(alone, 0, stride * sizeof *alone);
+        kernels->silu_prepare[HSRI_DTYPE_BF16](in, n_in, ROWS, n, prepared, stride);
+        kernels->linear[HSRI_DTYPE_BF16](&one, 0, (n + 15) / 16, prepared, stride, ROWS, NULL, out, n);
+        for (uint32_t i = 0; i < ROWS * n; i++) {
+            const float *gate = in + i / n * n_in + i % n / 16 * 32 + i % n % 16;
+            double g = gate[0], want = g / (1.0 + exp(-g)) * gate[16];
+            if (!(fabs(out[i] - want) <= fabs(want) * 0x1.1p-8 + 2e-36)) {
+                test_fail("silu(%g) * %g became %.9g in place of %.9g", g, (double)gate[16], (double)out[i], want);
+            }
+        }
+        for (uint32_t i = 0; i < ROWS; i++) {
+            kernels->silu_prepare[HSRI_DTYPE_BF16](in + i * n_in, n_in, 1, n, alone, stride);
+            check_same("row", prepared + i * stride, alone, stride * sizeof *alone);
+        }
+        for (int dtype = HSRI_DTYPE_Q8; dtype < HSRI_N_DTYPES; dtype++) {
+            kernels->silu_prepare[dtype](in, n_in, 1, n, alone, stride);
+            check_same("dtype", prepared, alone, kernels->prepare[dtype] == kernels->prepare[HSRI_DTYPE_BF16] ? stride * sizeof *alone : 0);
+        }
+        in[(n - 1) / 16 * 32 + (n - 1) % 16] = NAN;
+        kernels->silu_prepare[HSRI_DTYPE_BF16](in, n_in, 1, n, alone, stride);
+        kernels->linear[HSRI_DTYPE_BF16](&one, 0, (n + 15) / 16, alone, stride, 1, NULL, out, n);
+        if (!isnan(out[n - 1])) {
+            test_fail("NaN became %g", (double)out[n - 1]);
+        }
+        check_guard(prepared);
+        check_guard(alone);
+        guard_free(data);
+        guard_free(in);
+        guard_free(out);
+        guard_free(prepared);
+        guard_free(alone);
+    }
+}
+
 static void test_add(const hsri_kernels *kernels)
 {
     for (size_t w = 0; w < N_WIDTHS; w++) {
@@ -1035,6 +1100,8 @@ void test_level(const char *name, const hsri_kernels *kernels, const hsri_kernel
     RUN(test_rope(kernels, reference));
     snprintf(kernel, sizeof kernel, "silu_mul");
     RUN(test_silu_mul(kernels, reference));
+    snprintf(kernel, sizeof kernel, "silu_prepare");
+    RUN(test_silu_prepare(kernels));
     snprintf(kernel, sizeof kernel, "add");
     RUN(test_add(kernels));
     snprintf(kernel, sizeof kernel, "merge");

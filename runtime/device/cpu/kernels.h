@@ -47,6 +47,9 @@ typedef struct hsri_kernels {
      * HSRI_RUN / 2 floats behind that of the run before, so that a row can be prepared in pieces that begin with a run. Speed wants
      * `prepared` 64-byte aligned. */
     void (*prepare[HSRI_N_DTYPES])(const float *x, uint64_t x_stride, uint32_t n_rows, uint32_t k, float *prepared);
+    /* Where there is a `prepare`: silu_mul of rows of n outputs and prepare in one, into rows `stride` floats apart. silu may be off by a
+     * sixteenth of what preparing may move a number. */
+    void (*silu_prepare[HSRI_N_DTYPES])(const float *in, uint64_t in_stride, uint32_t n_rows, uint32_t n, float *prepared, uint64_t stride);
     /* out[i * out_stride + c] for rows i < n_rows and outputs c of panels [panel0, panel1), only c < w->n written:
      * the product in the order of docs/model-file.md, plus bias[c] if bias is not NULL. x rows are x_stride floats apart;
      * exactly k floats of a row are read (of a prepared row, all of it). */

@@ -366,20 +366,9 @@ static void finish_silu(const linear_job *job, uint32_t row, uint32_t n_rows, ui
 static void finish_silu_prepared(const linear_job *job, uint32_t row, uint32_t n_rows, uint32_t panel, uint32_t n_panels, const float *sums,
                                  uint64_t stride)
 {
-    enum { PIECE = 4 * HSRI_RUN };
     uint32_t column = panel / 2 * HSRI_PANEL, n = (uint32_t)hsri_min(job->n_out - column, n_panels / 2 * HSRI_PANEL);
-    float    silu[PIECE];
 
-    for (uint32_t i = 0; i < n_rows; i++, sums += stride) {
-        float *out = job->out + (row + i) * job->out_stride + column / 2;
-
-        for (uint32_t at = 0; at < n; at += PIECE) {
-            uint32_t n_piece = (uint32_t)hsri_min(PIECE, n - at);
-
-            job->dev->kernels.silu_mul(sums + 2 * at, n_piece, silu);
-            job->dev->kernels.prepare[job->dtype](silu, n_piece, 1, n_piece, out + at / 2);
-        }
-    }
+    job->dev->kernels.silu_prepare[job->dtype](sums, stride, n_rows, n, job->out + row * job->out_stride + column / 2, job->out_stride);
 }
 
 /* Some panels of an item, as a matrix of their own, so that their sums begin at its first column. */
