@@ -31,11 +31,13 @@ static uint32_t wave_groups(const part *p)
     return (uint32_t)(p->f->s->part_floats / ((uint64_t)p->span->n_rows * p->f->hp->n_heads * (p->f->hp->head_dim + 2)));
 }
 
+/* What one merge makes of all groups has a reader beside `attended` only if attention is remembered. */
 static void merge(const part *p, hsri_ref from, uint32_t n_groups, bool first, bool last)
 {
     const hsri_hparams *hp = p->f->hp;
-    p->f->dev->ops.merge(p->f->queue, p->span->n_rows, hp->n_heads, hp->head_dim, from, n_groups, first, p->acc,
-                         last ? p->attended : (hsri_ref){ 0 });
+    const bool forgotten = first && last && !p->span->n_mass_rows;
+    p->f->dev->ops.merge(p->f->queue, p->span->n_rows, hp->n_heads, hp->head_dim, from, n_groups, first,
+                         forgotten ? (hsri_ref){ 0 } : p->acc, last ? p->attended : (hsri_ref){ 0 });
 }
 
 /* Pages of groups [g0, *g1) are in memory until let_go. False after a failure. */

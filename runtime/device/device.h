@@ -173,8 +173,8 @@ typedef struct hsri_ops {
      * s = scale*q.k and m the largest s, or a number near it (by about 6). A group that starts beyond the row's position gives m = -inf, l = 0, o = 0. */
     void (*attend)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                    hsri_ref queries, hsri_ref rotated /* may be absent if no format needs it */, uint32_t g0, uint32_t g1, hsri_ref part);
-    /* Fold n_groups partials of each (row, head), in order, into the running state acc[row][head] = { m, l, o[d] }; `first` starts
-     * from the empty state; `out` (optional) receives o / l as [row][n_heads][d] after the fold. */
+    /* Fold n_groups partials (at least one) of each (row, head), in order, into the running state acc[row][head] = { m, l, o[d] }; `first`
+     * starts from the empty state; `out` (optional) receives o / l as [row][n_heads][d] after the fold. With both, acc is optional. */
     void (*merge)(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups, int first,
                   hsri_ref acc, hsri_ref out);
     /* Sample each row of logits[n_rows][n_vocab]; ids >= n_tokens are never drawn. */

@@ -629,6 +629,26 @@ static void check_empty_group(const cache *c, const float *part)
     CHECK(empty);
 }
 
+static void check_same(rig *r, hsri_ref a, hsri_ref b, uint64_t bytes)
+{
+    void *x = download(r, a, bytes), *y = download(r, b, bytes);
+
+    CHECK(memcmp(x, y, bytes) == 0);
+    free(x);
+    free(y);
+}
+
+/* Nobody wants the state: the outputs are the same. */
+static void check_merge_forgets(rig *r, const cache *c, uint32_t n, hsri_ref part, uint32_t n_groups)
+{
+    uint64_t bytes = (uint64_t)n * N_HEADS * c->d * 4;
+    hsri_ref acc = room(r, part_bytes(c, n, 1)), kept = room(r, bytes), forgotten = room(r, bytes);
+
+    r->dev->ops.merge(r->q, n, N_HEADS, c->d, part, n_groups, 1, acc, kept);
+    r->dev->ops.merge(r->q, n, N_HEADS, c->d, part, n_groups, 1, NONE, forgotten);
+    check_same(r, kept, forgotten, bytes);
+}
+
 /* Groups folded in two calls, the partials of each call computed for it, give the bits of one call. */
 static void check_merge_order(rig *r, const cache *c, const step *s, float scale, const float *once)
 {
@@ -678,6 +698,8 @@ static void test_attention(rig *r, hsri_kv_type type, uint32_t d, uint32_t rotar
     free(download(r, s.queries, (uint64_t)n * N_HEADS * d * 4));
     r->dev->ops.attend(r->q, &s.batch, &c.kv, LAYER, N_HEADS, scale, s.queries, (hsri_ref){ 0 }, 0, N_GROUPS, part);
     r->dev->ops.merge(r->q, n, N_HEADS, d, part, N_GROUPS, 1, acc, out);
+    check_merge_forgets(r, &c, n, part, 1);
+    check_merge_forgets(r, &c, n, part, N_GROUPS);
     partials = download(r, part, part_bytes(&c, n, N_GROUPS));
     got = download(r, out, (uint64_t)n * N_HEADS * d * 4);
     if (r->naive)
@@ -721,15 +743,6 @@ static void test_many_heads(rig *r)
 }
 
 /* ---- compound operations ---- */
-
-static void check_same(rig *r, hsri_ref a, hsri_ref b, uint64_t bytes)
-{
-    void *x = download(r, a, bytes), *y = download(r, b, bytes);
-
-    CHECK(memcmp(x, y, bytes) == 0);
-    free(x);
-    free(y);
-}
 
 /* x += down silu, where silu may be rounded otherwise than in `want`: by one of the 8 bits that are left of it. */
 static void check_rounded(rig *r, const matrix *down, uint32_t rows, hsri_ref silu, hsri_ref x, hsri_ref want)

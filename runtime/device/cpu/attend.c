@@ -381,18 +381,27 @@ static void cpu_attend_list(hsri_queue *q, const hsri_batch *batch, const hsri_k
 /* ---- merging ---- */
 
 typedef struct merge_job {
-    const hsri_kernels *kernels;
+    const hsri_cpu_device *dev;
     const float *part;
     float       *acc, *out;
     uint32_t     head_dim, n_groups;
     int          first;
 } merge_job;
 
-/* `restrict` and a divisor in a register, because then several quotients are made at a time. */
-static void divide(const float *restrict o, float l, uint32_t n, float *restrict out)
+/* The state after the groups of one (row, head). Nobody wants it: it is made in the scratch, if there is anything to be folded. */
+static const float *fold(const merge_job *job, uint64_t i, float *scratch)
 {
-    for (uint32_t j = 0; j < n; j++)
-        out[j] = o[j] / l;
+    uint64_t     n = 2ull + job->head_dim;
+    float       *acc = job->acc ? job->acc + i * n : scratch;
+    const float *part = job->part + i * job->n_groups * n;
+
+    if (job->first && job->n_groups == 1 && !job->acc)
+        return part;
+    if (job->first)
+        memcpy(acc, part, n * sizeof *acc);
+    for (uint32_t g = job->first ? 1 : 0; g < job->n_groups; g++)
+        job->dev->kernels.merge(acc, part + g * n, job->head_dim);
+    return acc;
 }
 
 /* An item is one (row, head). A row that saw nothing has l = 0, and its NaN shows in the logits: it must not pass for a result. */
@@ -401,18 +410,13 @@ static void merge_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
     const merge_job *job = arg;
     uint32_t         d = job->head_dim;
 
-    (void)worker;
     for (uint64_t i = first; i < end; i++) {
-        float *acc = job->acc + i * (2 + d);
+        const float *restrict state = fold(job, i, hsri_cpu_scratch(job->dev, worker));
+        float *restrict out = job->out + (job->out ? i * d : 0);
+        float        inverse = 1.0f / state[1];
 
-        if (job->first) {
-            memset(acc, 0, (2 + d) * sizeof *acc);
-            acc[0] = -INFINITY;
-        }
-        for (uint32_t g = 0; g < job->n_groups; g++)
-            job->kernels->merge(acc, job->part + (i * job->n_groups + g) * (2 + d), d);
-        if (job->out)
-            divide(acc + 2, acc[1], d, job->out + i * d);
+        for (uint32_t j = 0; job->out && j < d; j++)
+            out[j] = state[2 + j] * inverse;
     }
 }
 
@@ -421,11 +425,12 @@ static void cpu_merge(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t
 {
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     uint64_t         n = (uint64_t)n_rows * n_heads;
-    merge_job        job = { &dev->kernels, hsri_cpu_floats(dev, part, n * n_groups * (2 + head_dim)),
+    merge_job        job = { dev, hsri_cpu_floats(dev, part, n * n_groups * (2 + head_dim)),
                              hsri_cpu_floats(dev, acc, n * (2 + head_dim)), hsri_cpu_floats(dev, out, n * head_dim), head_dim, n_groups,
                              first };
 
-    hsri_cpu_run_items(dev, n, n * head_dim * (n_groups + 1) / 2, merge_run, &job);
+    assert(n_groups > 0 && (acc.buf || (first && out.buf)));
+    hsri_cpu_run_items(dev, n, n * head_dim * (n_groups + 1) / 4, merge_run, &job);
 }
 
 void hsri_cpu_attend_fill(hsri_ops *ops)
