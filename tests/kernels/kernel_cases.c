@@ -404,8 +404,13 @@ static void test_rope(const hsri_kernels *kernels, const hsri_kernels *reference
         }
         memcpy(ref, x, (r + 5) * sizeof *x);
         memcpy(old, x, (r + 5) * sizeof *x);
-        reference->rope(ref, cos_sin, r);
-        kernels->rope(x, cos_sin, r);
+        reference->rope(ref, cos_sin, r, ref);
+        float *apart = floats(r, VALUES_ZERO);
+        kernels->rope(x, cos_sin, r, apart);
+        kernels->rope(x, cos_sin, r, x);
+        check_same("the result elsewhere", apart, x, r * sizeof *x);
+        check_guard(apart);
+        guard_free(apart);
         for (uint32_t j = 0; j < half; j++) {
             double c = cos_sin[j], s = cos_sin[half + j], a = old[j], b = old[half + j];
             check_close(l, "exact", j, x[j], a * c - b * s, fabs(a * c) + fabs(b * s));

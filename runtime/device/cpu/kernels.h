@@ -58,8 +58,8 @@ typedef struct hsri_kernels {
     /* out[0..k) = row n of w, decoded */
     void (*unpack_row[HSRI_N_DTYPES])(const hsri_packed *w, uint32_t n, float *out);
     void (*rms_norm)(const float *in, const float *gain, float eps, uint32_t width, float *out);
-    /* rotate the first r components of x by cos_sin = r/2 cosines then r/2 sines */
-    void (*rope)(float *x, const float *cos_sin, uint32_t rotary_dim);
+    /* out = the first r components of in, which may be out, rotated by cos_sin = r/2 cosines then r/2 sines */
+    void (*rope)(const float *in, const float *cos_sin, uint32_t rotary_dim, float *out);
     /* in: panels of 16 gate, 16 up; out[n] */
     void (*silu_mul)(const float *in, uint32_t n, float *out);
     void (*add)(float *x, const float *y, uint64_t n);

@@ -190,14 +190,14 @@ static void rms_norm(const float *in, const float *gain, float eps, uint32_t wid
     }
 }
 
-static void rope(float *x, const float *cos_sin, uint32_t rotary_dim)
+static void rope(const float *in, const float *cos_sin, uint32_t rotary_dim, float *out)
 {
     uint32_t half = rotary_dim / 2;
     for (uint32_t j = 0; j < half; j++) {
         float c = cos_sin[j], s = cos_sin[half + j];
-        float a = x[j], b = x[half + j];
-        x[j] = a * c - b * s;
-        x[half + j] = b * c + a * s;
+        float a = in[j], b = in[half + j];
+        out[j] = a * c - b * s;
+        out[half + j] = b * c + a * s;
     }
 }
 

@@ -617,11 +617,13 @@ static void norm_rope(const append_job *job, const float *in, const float *gain,
     const hsri_kernels *kernels = &job->dev->kernels;
     uint32_t            d = job->kv->head_dim;
 
-    if (gain)
+    if (gain) {
         kernels->rms_norm(in, gain, job->eps, d, out);
-    else
-        memcpy(out, in, d * sizeof *out);
-    kernels->rope(out, cos_sin, job->rotary_dim);
+        in = out;
+    } else {
+        memcpy(out + job->rotary_dim, in + job->rotary_dim, (d - job->rotary_dim) * sizeof *out);
+    }
+    kernels->rope(in, cos_sin, job->rotary_dim, out);
 }
 
 static void append_row(const append_job *job, uint32_t row, float *key)

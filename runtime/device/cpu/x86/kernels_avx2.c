@@ -2,6 +2,7 @@
 /* AVX2, FMA and F16C: the words that kernels_body.h is written in, for 8 floats. */
 #include <immintrin.h>
 #include <stdint.h>
+#include <string.h>
 
 #define WIDTH 8u
 /* Registers: 3 x 2 tiles of even and odd chains are 12 of 16. */
@@ -105,6 +106,16 @@ static inline void vec_store_bf16(uint16_t *p, vec v)
 {
     __m256i bits = bf16_bits(v);
     _mm_storeu_si128((__m128i *)p, _mm_packus_epi32(_mm256_castsi256_si128(bits), _mm256_extracti128_si256(bits, 1)));
+}
+
+/* n numbers as the lower or upper halves of dwords */
+static inline void vec_store_bf16_half(uint8_t *p, uint32_t half, vec v, uint32_t n)
+{
+    uint16_t bits[WIDTH];
+    vec_store_bf16(bits, v);
+    for (uint32_t i = 0; i < n; i++) {
+        memcpy(p + i * 4 + half * 2, bits + i, 2);
+    }
 }
 
 /* Two registers of sums in, one number out: halves are added to halves, in a fixed order. */

@@ -94,6 +94,18 @@ static inline void vec_store_bf16(uint16_t *p, vec v)
     _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16(bf16_bits(v)));
 }
 
+/* n numbers as the lower or upper halves of dwords */
+static inline void vec_store_bf16_half(uint8_t *p, uint32_t half, vec v, uint32_t n)
+{
+    __m512i bits = bf16_bits(v);
+    __mmask32 used = (__mmask32)((1ull << (2 * n)) - 1u);
+    if (half == 0) {
+        _mm512_mask_storeu_epi16(p, used & 0x55555555u, bits);
+    } else {
+        _mm512_mask_storeu_epi16(p, used & 0xaaaaaaaau, _mm512_slli_epi32(bits, 16));
+    }
+}
+
 /* Two registers of sums in, one number out: halves are added to halves, in a fixed order. */
 static inline float vec_sum2(vec a, vec b)
 {

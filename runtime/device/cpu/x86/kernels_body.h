@@ -471,30 +471,41 @@ static inline float exp_one(float a)
     return all[0];
 }
 
+INLINE void add_squares(vec v, dvec *low, dvec *high)
+{
+    *low = dvec_fma(dvec_low(v), dvec_low(v), *low);
+    *high = dvec_fma(dvec_high(v), dvec_high(v), *high);
+}
+
 static void rms_norm(const float *in, const float *gain, float eps, uint32_t width, float *out)
 {
     dvec low = dvec_zero(), high = dvec_zero();
-    for (uint32_t i = 0; i < width; i += WIDTH) {
-        vec v = vec_load_n(in + i, width - i);
-        low = dvec_fma(dvec_low(v), dvec_low(v), low);
-        high = dvec_fma(dvec_high(v), dvec_high(v), high);
+    uint32_t i = 0;
+    for (; i + WIDTH <= width; i += WIDTH) {
+        add_squares(vec_load(in + i), &low, &high);
+    }
+    if (i < width) {
+        add_squares(vec_load_n(in + i, width - i), &low, &high);
     }
     vec inverse = vec_set((float)(1.0 / sqrt(dvec_sum2(low, high) / width + eps)));
-    for (uint32_t i = 0; i < width; i += WIDTH) {
+    for (i = 0; i + WIDTH <= width; i += WIDTH) {
+        vec_store(out + i, vec_mul(vec_load(gain + i), vec_mul(vec_load(in + i), inverse)));
+    }
+    if (i < width) {
         vec v = vec_mul(vec_load_n(in + i, width - i), inverse);
         vec_store_n(out + i, vec_mul(vec_load_n(gain + i, width - i), v), width - i);
     }
 }
 
-static void rope(float *x, const float *cos_sin, uint32_t rotary_dim)
+static void rope(const float *in, const float *cos_sin, uint32_t rotary_dim, float *out)
 {
     uint32_t half = rotary_dim / 2;
     for (uint32_t j = 0; j < half; j += WIDTH) {
         uint32_t n = half - j;
         vec c = vec_load_n(cos_sin + j, n), s = vec_load_n(cos_sin + half + j, n);
-        vec a = vec_load_n(x + j, n), b = vec_load_n(x + half + j, n);
-        vec_store_n(x + j, vec_fms(a, c, vec_mul(b, s)), n);
-        vec_store_n(x + half + j, vec_fma(b, c, vec_mul(a, s)), n);
+        vec a = vec_load_n(in + j, n), b = vec_load_n(in + half + j, n);
+        vec_store_n(out + j, vec_fms(a, c, vec_mul(b, s)), n);
+        vec_store_n(out + half + j, vec_fma(b, c, vec_mul(a, s)), n);
     }
 }
 
@@ -549,18 +560,15 @@ static uint32_t nonfinite(const float *x, uint64_t n)
 static void page_put_bf16(uint8_t *slot, uint32_t head_dim, uint32_t t, const float *k, const float *v)
 {
     uint8_t *keys = slot + HSRI_PAGE_HEADER_BYTES + t * 4;
-    uint8_t *values = slot + HSRI_PAGE_HEADER_BYTES + (size_t)HSRI_PAGE_TOKENS * head_dim * 2 + (size_t)(t / 2) * head_dim * 4 + t % 2 * 2;
+    uint8_t *values = slot + HSRI_PAGE_HEADER_BYTES + (size_t)HSRI_PAGE_TOKENS * head_dim * 2 + (size_t)(t / 2) * head_dim * 4;
     for (uint32_t j = 0; j < head_dim; j += WIDTH) {
         uint32_t n = (uint32_t)hsri_min(WIDTH, head_dim - j);
-        uint16_t key[WIDTH], value[WIDTH];
+        uint16_t key[WIDTH];
         vec_store_bf16(key, vec_load_n(k + j, n));
-        vec_store_bf16(value, vec_load_n(v + j, n));
         for (uint32_t i = 0; i < n; i += 2) {
             memcpy(keys + (size_t)(j + i) / 2 * (HSRI_PAGE_TOKENS * 4), key + i, 4);
         }
-        for (uint32_t i = 0; i < n; i++) {
-            memcpy(values + (size_t)(j + i) * 4, value + i, 2);
-        }
+        vec_store_bf16_half(values + (size_t)j * 4, t % 2, vec_load_n(v + j, n), n);
     }
 }
 
