@@ -24,7 +24,7 @@
 #define XCR0_YMM          0x06u   /* SSE and AVX state */
 #define XCR0_ZMM          0xE6u   /* and mask, upper ZMM, high ZMM state */
 #define XCR0_TILE         0x60000u /* tile configuration and data */
-#define LEAF7_ECX_AMX     (1u << 1 | bit_AVX512VNNI)          /* AVX512-VBMI */
+#define LEAF7_ECX_AMX     (1u << 1 | bit_AVX512VBMI2 | bit_AVX512VNNI)  /* bit 1: AVX512-VBMI */
 #define LEAF7_EDX_AMX     (1u << 22 | 1u << 24 | 1u << 25)  /* AMX-BF16, AMX-TILE, AMX-INT8 */
 #define LEAF7_1_EAX_BF16  (1u << 5)              /* AVX512-BF16 */
 

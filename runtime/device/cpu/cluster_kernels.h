@@ -11,7 +11,7 @@
 /* Points have components in int8, in quads of four; centres have theirs plus 128, as quad q of centre i in bytes 4i .. 4i+3 of line q. */
 typedef struct hsri_assign_args {
     const int8_t  *points;      /* [n_points][n_quads][4] */
-    uint32_t       n_points;    /* a multiple of 4 */
+    uint32_t       n_points;    /* a multiple of 16 */
     uint32_t       n_quads;     /* at most HSRI_CLUSTER_COMPONENTS / 4 */
     const uint8_t *centres;     /* [n_quads][HSRI_SEGMENT_CLUSTERS][4], 64-byte aligned */
     const int32_t *bias;        /* [HSRI_SEGMENT_CLUSTERS] */
@@ -66,5 +66,6 @@ void hsri_cluster_kernels_fill_ref(hsri_cluster_kernels *k);
 void hsri_cluster_kernels_fill_avx2(hsri_cluster_kernels *k);         /* x86/cluster_avx2.c */
 void hsri_cluster_kernels_fill_avx512(hsri_cluster_kernels *k);       /* x86/cluster_avx512.c */
 void hsri_cluster_kernels_fill_avx512vnni(hsri_cluster_kernels *k);   /* x86/cluster_avx512vnni.c: the same bits */
+void hsri_cluster_kernels_fill_amx(hsri_cluster_kernels *k);          /* x86/cluster_amx.c: likewise, assign alone */
 
 #endif

@@ -34,6 +34,8 @@ void hsri_sparse_kernels_fill(hsri_sparse_kernels *k, int32_t isa)
         hsri_sparse_kernels_fill_avx512vnni(k);
         hsri_cluster_kernels_fill_avx512vnni(&k->cluster);
     }
+    if (isa >= HSR_ISA_AMX)
+        hsri_cluster_kernels_fill_amx(&k->cluster);
 #else
     (void)isa;
 #endif
