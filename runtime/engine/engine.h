@@ -235,6 +235,8 @@ void hsri_session_destroy(hsr_session *session);
 hsr_status hsri_session_append(hsr_session *session, const int32_t *ids, uint64_t n, hsr_error *err);
 hsr_status hsri_session_generate(hsr_session *session, const hsr_request *request, hsr_error *err);
 hsr_status hsri_session_set_profile(hsr_session *session, int32_t id, hsr_error *err);
+/* Keys and values of positions as pages hold them, [n][n_kv_heads][d] each; either may be NULL. */
+hsr_status hsri_session_read(hsr_session *session, uint32_t layer, uint64_t first, uint64_t n, float *keys, float *values, hsr_error *err);
 hsr_status hsri_session_observe(hsr_session *session, int32_t what, int32_t layer, uint64_t first, uint64_t n, float *out, hsr_error *err);
 /* After an admitted append of n tokens whose ids are to be sampled: fill.c. */
 hsr_status hsri_session_fill(hsr_session *session, uint64_t n, uint64_t seed, hsr_error *err);

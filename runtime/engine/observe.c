@@ -27,7 +27,8 @@ static hsr_status read_page(page_reader *r, uint64_t page, uint32_t layer, uint3
     return HSR_OK;
 }
 
-static hsr_status read_layer(page_reader *r, int32_t what, uint32_t layer, uint64_t first, uint64_t n, float *out, hsr_error *err)
+/* Either of keys and values may be NULL. */
+static hsr_status read_layer(page_reader *r, uint32_t layer, uint64_t first, uint64_t n, float *keys, float *values, hsr_error *err)
 {
     const hsri_hparams *hp = &r->session->engine->model->hp;
     const uint32_t d = hp->head_dim;
@@ -36,15 +37,19 @@ static hsr_status read_layer(page_reader *r, int32_t what, uint32_t layer, uint6
         end = hsri_min(first + n, (pos / HSRI_PAGE_TOKENS + 1) * HSRI_PAGE_TOKENS);
         for (uint32_t head = 0; head < hp->n_kv_heads; head++) {
             HSRI_TRY(read_page(r, pos / HSRI_PAGE_TOKENS, layer, head, err));
-            const float *from = what == HSR_OBSERVE_KEYS ? r->k : r->v;
-            for (uint64_t t = pos; t < end; t++)
-                memcpy(out + ((t - first) * hp->n_kv_heads + head) * d, from + t % HSRI_PAGE_TOKENS * d, d * sizeof *out);
+            for (uint64_t t = pos; t < end; t++) {
+                const uint64_t to = ((t - first) * hp->n_kv_heads + head) * d, from = t % HSRI_PAGE_TOKENS * d;
+                if (keys)
+                    memcpy(keys + to, r->k + from, d * sizeof *keys);
+                if (values)
+                    memcpy(values + to, r->v + from, d * sizeof *values);
+            }
         }
     }
     return HSR_OK;
 }
 
-hsr_status hsri_session_observe(hsr_session *s, int32_t what, int32_t layer, uint64_t first, uint64_t n, float *out, hsr_error *err)
+hsr_status hsri_session_read(hsr_session *s, uint32_t layer, uint64_t first, uint64_t n, float *keys, float *values, hsr_error *err)
 {
     const uint32_t d = s->engine->model->hp.head_dim;
     page_reader r = { .session = s };
@@ -52,9 +57,15 @@ hsr_status hsri_session_observe(hsr_session *s, int32_t what, int32_t layer, uin
     r.k = hsri_new_array(2ull * HSRI_PAGE_TOKENS * d, sizeof *r.k);
     r.v = r.k ? r.k + HSRI_PAGE_TOKENS * d : NULL;
 
-    hsr_status st = r.slot && r.k ? read_layer(&r, what, (uint32_t)layer, first, n, out, err)
+    hsr_status st = r.slot && r.k ? read_layer(&r, layer, first, n, keys, values, err)
                                   : hsri_fail(err, HSR_E_NOMEM, "no memory to read pages");
     free(r.slot);
     free(r.k);
     return st;
+}
+
+hsr_status hsri_session_observe(hsr_session *s, int32_t what, int32_t layer, uint64_t first, uint64_t n, float *out, hsr_error *err)
+{
+    const bool keys = what == HSR_OBSERVE_KEYS;
+    return hsri_session_read(s, (uint32_t)layer, first, n, keys ? out : NULL, keys ? NULL : out, err);
 }
