@@ -117,8 +117,9 @@ static void enqueue_clusters(hsri_cache *cache, hsri_queue *q, uint64_t n_segmen
 void hsri_encode_enqueue(hsri_cache *cache, hsri_queue *q, uint64_t end)
 {
     size_t n = 0;
-    for (uint64_t page = cache->encoded.done; page < end; page++)
-        for (uint64_t i = 0; i < cache->per_page; i++) {
+    /* Pages of one layer and head are neighbours: what encodes them stays in the cache. */
+    for (uint64_t i = 0; i < cache->per_page; i++)
+        for (uint64_t page = cache->encoded.done; page < end; page++) {
             cache->seals[n] = describe(cache, page, i);
             copy_plain(cache, q, &cache->seals[n++]);
         }

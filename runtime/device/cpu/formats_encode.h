@@ -10,14 +10,11 @@
 
 #include "base/array.h"
 #include "device/cpu/page_kernels.h"
+#include "device/cpu/wide.h"
 #include "device/formats.h"
 
 #define TOKENS HSRI_PAGE_TOKENS
-#define LANES 16u   /* channels or terms taken side by side, so that compilers use vectors */
-
-typedef float   lanes16 __attribute__((vector_size(4 * LANES)));
-typedef int32_t whole16 __attribute__((vector_size(4 * LANES)));
-typedef uint8_t bytes16 __attribute__((vector_size(LANES)));
+#define LANES 16u   /* terms that are added side by side, whatever the level */
 
 static void page_mean(const float *x, uint32_t d, float *mean)
 {
@@ -32,15 +29,15 @@ static void page_mean(const float *x, uint32_t d, float *mean)
 
 static bool all_finite(const float *x, size_t n)
 {
-    float  sum[LANES] = { 0 };
+    float  sum[4 * LANES] = { 0 };
     size_t i = 0;
 
-    for (; i + LANES <= n; i += LANES)
-        for (uint32_t l = 0; l < LANES; l++)
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        for (uint32_t l = 0; l < 4 * LANES; l++)
             sum[l] += x[i + l] * 0.0f;
     for (; i < n; i++)
         sum[0] += x[i] * 0.0f;
-    for (uint32_t l = 1; l < LANES; l++)
+    for (uint32_t l = 1; l < 4 * LANES; l++)
         sum[0] += sum[l];
     return sum[0] == 0.0f;
 }
@@ -55,30 +52,34 @@ static inline int32_t code_of(float x, float zero, float top)
     return (int32_t)c;
 }
 
-/* n is a multiple of 64. */
-static double squares(const float *x, size_t n)
+/* Sums of the squares of a few arrays of n numbers, n a multiple of 64. Each is one chain of additions: they do not wait for each other. */
+WIDE_INLINE void squares_of(const float *const *x, uint32_t n_arrays, size_t n, double *sums)
 {
-    double sum = 0;
-
+    for (uint32_t k = 0; k < n_arrays; k++)
+        sums[k] = 0;
     for (size_t i = 0; i < n; i += TOKENS) {
-        lanes16 part = { 0 };
+        float part[4][LANES];
 
-        for (uint32_t l = 0; l < TOKENS; l += LANES) {
-            lanes16 some;
+        for (uint32_t k = 0; k < n_arrays; k++)
+            for (uint32_t first = 0; first < LANES; first += WIDE) {
+                wide_float sum = { 0 }, some;
 
-            memcpy(&some, x + i + l, sizeof some);
-            part += some * some;
-        }
+                for (uint32_t l = first; l < TOKENS; l += LANES) {
+                    memcpy(&some, x[k] + i + l, sizeof some);
+                    sum += some * some;
+                }
+                memcpy(part[k] + first, &sum, sizeof sum);
+            }
         for (uint32_t l = 0; l < LANES; l++)
-            sum += part[l];
+            for (uint32_t k = 0; k < n_arrays; k++)
+                sums[k] += part[k][l];
     }
-    return sum;
 }
 
-/* |x - decoded| / |x| over keys and values; a page of zeros has none. */
-static float relative_error(double error, const float *k, const float *v, size_t n)
+/* |x - decoded| / |x| over keys and values, of the sums of their squares; a page of zeros has none. */
+static float relative_error(double error, double keys, double values)
 {
-    double size = squares(k, n) + squares(v, n);
+    double size = keys + values;
 
     return size > 0 || size != size ? (float)sqrt(error / size) : 0.0f;
 }
@@ -125,7 +126,8 @@ static void encode_int8(uint8_t *slot, hsri_page_header *header, uint32_t d, con
                         const hsri_calibration_record *calibration, float *scratch)
 {
     float *k_mean = scratch, *k_scale = k_mean + d, *v_mean = k_scale + d, *v_scale = v_mean + d;
-    double error;
+    const float *const arrays[] = { k, v };
+    double error, sums[2];
 
     (void)calibration;
     int8_channels(k, d, k_mean, k_scale);
@@ -133,7 +135,8 @@ static void encode_int8(uint8_t *slot, hsri_page_header *header, uint32_t d, con
     error = int8_codes(k, d, k_mean, k_scale, (int8_t *)(slot + (hsri_int8_keys(slot, d) - slot)), 1, TOKENS);
     error += int8_codes(v, d, v_mean, v_scale, (int8_t *)(slot + (hsri_int8_values(slot, d) - slot)), d, 1);
     memcpy(slot + HSRI_PAGE_HEADER_BYTES, scratch, 4 * (size_t)d * sizeof *scratch);
-    header->error = relative_error(error, k, v, (size_t)TOKENS * d);
+    squares_of(arrays, 2, (size_t)TOKENS * d, sums);
+    header->error = relative_error(error, sums[0], sums[1]);
 }
 
 /* ---- sums ---- */
@@ -152,21 +155,24 @@ static float dot(const float *a, const float *b, uint32_t d)
     return sum[0];
 }
 
-/* out[64][LANES of stride d] = x[64][d] m, m[d] rows of LANES, m_stride apart: four tokens side by side, each in one chain. */
+/* Tokens side by side: their sums and a column are in registers. */
+#define ABREAST 8u
+
+/* out[64][WIDE of stride d] = x[64][d] m, m[d] rows of WIDE, m_stride apart: each number is one chain of sums. */
 static void multiply_columns(const float *x, uint32_t d, const float *m, uint32_t m_stride, float *out)
 {
-    for (uint32_t t = 0; t < TOKENS; t += 4) {
+    for (uint32_t t = 0; t < TOKENS; t += ABREAST) {
         const float *row = x + (size_t)t * d;
-        lanes16      sum[4] = { { 0 } };
+        wide_float   sum[ABREAST] = { { 0 } };
 
         for (uint32_t i = 0; i < d; i++) {
-            lanes16 column;
+            wide_float column;
 
             memcpy(&column, m + (size_t)i * m_stride, sizeof column);
-            for (uint32_t r = 0; r < 4; r++)
+            for (uint32_t r = 0; r < ABREAST; r++)
                 sum[r] += column * row[(size_t)r * d + i];
         }
-        for (uint32_t r = 0; r < 4; r++)
+        for (uint32_t r = 0; r < ABREAST; r++)
             memcpy(out + (size_t)(t + r) * d, &sum[r], sizeof sum[r]);
     }
 }
@@ -174,20 +180,17 @@ static void multiply_columns(const float *x, uint32_t d, const float *m, uint32_
 /* z[64][d] = A^T x of each token */
 static void rotate_keys(const float *x, const float *a, uint32_t d, float *z)
 {
-    for (uint32_t j = 0; j < d; j += LANES)
+    for (uint32_t j = 0; j < d; j += WIDE)
         multiply_columns(x, d, a + j, d, z + j);
 }
 
-/* Sum of the squares of B z of each token; block[d][LANES] and product[64][d] are work space. */
-static double rotated_squares(const float *z, const float *b, uint32_t d, float *block, float *product)
+/* x[64][d] = B z of each token; block[d][WIDE] is work space. */
+static void rotate_back(const float *z, const float *b, uint32_t d, float *block, float *x)
 {
-    for (uint32_t i = 0; i < d; i += LANES) {
-        for (uint32_t l = 0; l < LANES; l++)
-            for (uint32_t j = 0; j < d; j++)
-                block[j * LANES + l] = b[(size_t)(i + l) * d + j];
-        multiply_columns(z, d, block, LANES, product + i);
+    for (uint32_t i = 0; i < d; i += WIDE) {
+        transpose(b + (size_t)i * d, d, WIDE, d, NULL, block, WIDE);
+        multiply_columns(z, d, block, WIDE, x + i);
     }
-    return squares(product, (size_t)TOKENS * d);
 }
 
 /* ---- compact and vtq: scales ---- */
@@ -244,52 +247,59 @@ typedef struct search {
 
 static search search_of(uint32_t bits) { return bits == 2 ? (search){ 9, 2 } : bits == 4 ? (search){ 6, 1 } : (search){ 3, 1 }; }
 
-/* Squared error of LANES channels at scales of their own. */
-static void errors_at(const float *x, uint32_t d, const float *scales, float top, float *errors)
+/* Squared error of WIDE channels at scales of their own; as soon as no sum is below `enough`, those must do. */
+WIDE_INLINE void errors_at(const float *x, uint32_t d, const wide_float *scale, float top, const wide_float *enough, wide_float *error)
 {
-    lanes16 scale, inverse, error = { 0 }, most = (lanes16){ 0 } + top;
+    wide_float inverse = (wide_float)((wide_int)(1.0f / *scale) & (*scale > 0)), sum = { 0 }, most = (wide_float){ 0 } + top;
+    wide_int   less = sum < *enough;
 
-    memcpy(&scale, scales, sizeof scale);
-    for (uint32_t i = 0; i < LANES; i++)
-        inverse[i] = scales[i] > 0 ? 1.0f / scales[i] : 0.0f;
-    for (uint32_t t = 0; t < TOKENS; t++) {
-        lanes16 a, c, rest;
-        whole16 below;
+    for (uint32_t unit = 0; unit < TOKENS && wide_any(&less); unit += HSRI_UNIT_TOKENS) {
+        for (uint32_t t = unit; t < unit + HSRI_UNIT_TOKENS; t++) {
+            wide_float a, c, rest;
 
-        memcpy(&a, x + (size_t)t * d, sizeof a);
-        c = a * inverse + (top + 1) * 0.5f;
-        c = (lanes16)((whole16)c & (c > 0));       /* not positive, or NaN: 0 */
-        below = c < most;
-        c = (lanes16)(((whole16)c & below) | ((whole16)most & ~below));
-        rest = a - (__builtin_convertvector(__builtin_convertvector(c, whole16), lanes16) - top * 0.5f) * scale;
-        error += rest * rest;
+            memcpy(&a, x + (size_t)t * d, sizeof a);
+            c = a * inverse + (top + 1) * 0.5f;
+            wide_limit(&c, &most);
+            rest = a - (__builtin_convertvector(__builtin_convertvector(c, wide_int), wide_float) - top * 0.5f) * *scale;
+            sum += rest * rest;
+        }
+        less = sum < *enough;
     }
-    memcpy(errors, &error, sizeof error);
+    *error = sum;
 }
 
-/* Scale bytes of LANES channels from j on, of `bits` bits each: those of the smallest error among a few. */
-static void choose_scales(const float *x, uint32_t d, uint32_t bits, float unit, const float *most, uint8_t *bytes)
+/* Scale bytes of WIDE channels, of `bits` bits each: those of the smallest error among a few. */
+WIDE_INLINE void choose_wide(const float *x, uint32_t d, uint32_t bits, float unit, const float *most, uint8_t *bytes)
 {
     const search look = search_of(bits);
     const float  top = (float)((1u << bits) - 1);
-    float        best[LANES], error[LANES], scale[LANES];
-    uint8_t      first[LANES];
+    wide_float   best = (wide_float){ 0 } + INFINITY;
+    wide_int     first, chosen;
+    wide_byte    out;
 
-    for (uint32_t i = 0; i < LANES; i++) {
-        bytes[i] = first[i] = scale_byte(unit > 0 ? most[i] / (top * 0.5f * unit) : 0);
-        best[i] = INFINITY;
+    for (uint32_t i = 0; i < WIDE; i++)
+        first[i] = scale_byte(unit > 0 ? most[i] / (top * 0.5f * unit) : 0);
+    chosen = first;
+    for (int32_t n = 0; n < look.n; n++) {
+        wide_int   byte = first - n * look.step, less;
+        wide_float scale, error;
+
+        byte &= byte > 0;
+        scale = (wide_float)((byte << HSRI_SCALE_SHIFT) + (int32_t)HSRI_SCALE_BIAS) * unit;
+        errors_at(x, d, &scale, top, &best, &error);
+        less = error < best;
+        best = (wide_float)(((wide_int)error & less) | ((wide_int)best & ~less));
+        chosen = (byte & less) | (chosen & ~less);
     }
-    for (uint32_t n = 0; n < look.n; n++) {
-        for (uint32_t i = 0; i < LANES; i++)
-            scale[i] = unit * hsri_scale_of(first[i] > n * look.step ? (uint8_t)(first[i] - n * look.step) : 0);
-        errors_at(x, d, scale, top, error);
-        for (uint32_t i = 0; i < LANES; i++) {
-            if (error[i] < best[i]) {
-                best[i] = error[i];
-                bytes[i] = first[i] > n * look.step ? (uint8_t)(first[i] - n * look.step) : 0;
-            }
-        }
-    }
+    out = __builtin_convertvector(chosen, wide_byte);
+    memcpy(bytes, &out, sizeof out);
+}
+
+/* The same of LANES channels. */
+static void choose_scales(const float *x, uint32_t d, uint32_t bits, float unit, const float *most, uint8_t *bytes)
+{
+    for (uint32_t j = 0; j < LANES; j += WIDE)
+        choose_wide(x + j, d, bits, unit, most + j, bytes + j);
 }
 
 static uint32_t key_bits(uint32_t d, uint32_t j) { return j < hsri_n6(d) ? 6 : j < d / 2 ? 4 : 2; }
@@ -323,36 +333,35 @@ typedef struct coding {
     float *scale, *inverse, *top;   /* [d] */
 } coding;
 
-/* Codes of LANES channels of x[64][d], which becomes what they leave. */
+/* Codes of WIDE channels of x[64][d], which becomes what they leave. */
 static void quantise_channels(float *x, uint32_t d, const coding *c, uint32_t j, uint8_t *codes)
 {
-    lanes16 scale, inverse, top, zero;
+    wide_float scale, inverse, top, zero;
 
     memcpy(&scale, c->scale + j, sizeof scale);
     memcpy(&inverse, c->inverse + j, sizeof inverse);
     memcpy(&top, c->top + j, sizeof top);
     zero = top * 0.5f;
     for (uint32_t t = 0; t < TOKENS; t++) {
-        lanes16 row, code;
-        whole16 below, whole;
-        bytes16 out;
+        wide_float row, code;
+        wide_int   whole;
+        wide_byte  out;
 
         memcpy(&row, x + (size_t)t * d + j, sizeof row);
         code = row * inverse + (zero + 0.5f);
-        code = (lanes16)((whole16)code & (code > 0));       /* not positive, or NaN: 0 */
-        below = code < top;
-        whole = __builtin_convertvector((lanes16)(((whole16)code & below) | ((whole16)top & ~below)), whole16);
-        out = __builtin_convertvector(whole, bytes16);
+        wide_limit(&code, &top);
+        whole = __builtin_convertvector(code, wide_int);
+        out = __builtin_convertvector(whole, wide_byte);
         memcpy(codes + (size_t)t * d + j, &out, sizeof out);
-        row -= (__builtin_convertvector(whole, lanes16) - zero) * scale;
+        row -= (__builtin_convertvector(whole, wide_float) - zero) * scale;
         memcpy(x + (size_t)t * d + j, &row, sizeof row);
     }
 }
 
-/* Codes of all channels; their number is a multiple of LANES. */
+/* Codes of all channels; their number is a multiple of WIDE. */
 static void quantise(float *x, uint32_t d, const coding *c, uint8_t *codes)
 {
-    for (uint32_t j = 0; j < d; j += LANES)
+    for (uint32_t j = 0; j < d; j += WIDE)
         quantise_channels(x, d, c, j, codes);
 }
 
@@ -373,31 +382,47 @@ static inline uint16_t pack_pairs(uint64_t codes)
     return (uint16_t)(codes | codes >> 24);
 }
 
-static void pack_keys(uint8_t *slot, uint32_t d, const uint8_t *codes)
+/* The low planes of a unit: a dword of each component, of 16 tokens. */
+static void pack_key_lows(const uint8_t *codes, uint32_t d, uint8_t *lows)
+{
+    for (uint32_t j = 0, n6 = hsri_n6(d); j < n6; j += WIDE) {
+        wide_int words = { 0 };
+
+        for (uint32_t t = 0; t < HSRI_UNIT_TOKENS; t++) {
+            wide_byte row;
+
+            memcpy(&row, codes + (size_t)t * d + j, sizeof row);
+            words |= __builtin_convertvector(row & 3, wide_int) << (int32_t)(2 * t);
+        }
+        memcpy(lows + 4 * (size_t)j, &words, 4 * (size_t)hsri_min(n6 - j, WIDE));
+    }
+}
+
+/* Codes of components with 6 bits are narrowed to the upper 4. */
+static void pack_keys(uint8_t *slot, uint32_t d, uint8_t *codes)
 {
     uint32_t n6 = hsri_n6(d);
 
+    for (uint32_t unit = 0; unit < HSRI_PAGE_UNITS; unit++)
+        pack_key_lows(codes + (size_t)unit * HSRI_UNIT_TOKENS * d, d, slot + (hsri_key_lows(slot, d, unit) - slot));
     for (uint32_t token = 0; token < TOKENS; token++, codes += d) {
         uint32_t unit = token / HSRI_UNIT_TOKENS, t = token % HSRI_UNIT_TOKENS;
-        uint8_t *lows = slot + (hsri_key_lows(slot, d, unit) - slot);
+        uint8_t *nibbles = slot + (hsri_key_nibbles(slot, d, unit) - slot) + 4 * t, *pairs = slot + (hsri_key_pairs(slot, d, unit) - slot) + 2 * t;
 
+        for (uint32_t j = 0; j < n6; j++)
+            codes[j] >>= 2;
         for (uint32_t j = 0; j < d / 2; j += 8) {
-            uint8_t  high[8];
             uint64_t eight;
             uint32_t dword;
             uint16_t word;
 
-            for (uint32_t i = 0; i < 8; i++)
-                high[i] = j + i < n6 ? codes[j + i] >> 2 : codes[j + i];
-            memcpy(&eight, high, sizeof eight);
+            memcpy(&eight, codes + j, sizeof eight);
             dword = pack_nibbles(eight);
-            memcpy(slot + (hsri_key_nibbles(slot, d, unit) - slot) + j * 8 + 4 * t, &dword, sizeof dword);
+            memcpy(nibbles + j * 8, &dword, sizeof dword);
             memcpy(&eight, codes + d / 2 + j, sizeof eight);
             word = pack_pairs(eight);
-            memcpy(slot + (hsri_key_pairs(slot, d, unit) - slot) + j * 4 + 2 * t, &word, sizeof word);
+            memcpy(pairs + j * 4, &word, sizeof word);
         }
-        for (uint32_t j = 0; j < n6; j++)
-            lows[4 * j + t / 4] |= (uint8_t)((codes[j] & 3) << t % 4 * 2);
     }
 }
 
@@ -428,8 +453,8 @@ static void center(const float *v, const float *mean, uint32_t d, float *x)
             x[(size_t)t * d + j] = v[(size_t)t * d + j] - mean[j];
 }
 
-/* Keys into a slot of zeros; returns the squared error. */
-static double encode_keys(uint8_t *slot, hsri_page_header *header, uint32_t d, const float *k, const hsri_calibration_record *c,
+/* Keys into a slot of zeros. What the codes leave of them, in the plain basis, goes to w->product. */
+static void encode_keys(uint8_t *slot, hsri_page_header *header, uint32_t d, const float *k, const hsri_calibration_record *c,
                           const workspace *w)
 {
     float    unit = 0;
@@ -453,7 +478,7 @@ static double encode_keys(uint8_t *slot, hsri_page_header *header, uint32_t d, c
     pack_keys(slot, d, w->codes);
     if (!all_finite(k, (size_t)TOKENS * d))
         header->k_unit = NAN;
-    return rotated_squares(w->x, c->b, d, w->block, w->product);
+    rotate_back(w->x, c->b, d, w->block, w->product);
 }
 
 /* ---- compact and vtq: values ---- */
@@ -505,10 +530,14 @@ static uint64_t two_kinds(const float *x, uint32_t d)
 /* Multiply the narrow tokens' values, so that one set of scales serves both kinds: their largest share of the wide ones' range. */
 static float narrow_ratio(const float *x, uint32_t d, uint64_t wide)
 {
-    double sum[2] = { 0, 0 };
+    double sum[2] = { 0, 0 }, of_token;
 
-    for (uint32_t t = 0; t < TOKENS; t++)
-        sum[wide >> t & 1] += squares(x + (size_t)t * d, d);
+    for (uint32_t t = 0; t < TOKENS; t++) {
+        const float *row = x + (size_t)t * d;
+
+        squares_of(&row, 1, d, &of_token);
+        sum[wide >> t & 1] += of_token;
+    }
     return sum[0] < sum[1] ? (float)sqrt(sum[0] / sum[1]) : 1.0f;
 }
 
@@ -569,13 +598,13 @@ static void pack_values(uint8_t *slot, const hsri_page_header *h, hsri_kv_type f
     }
 }
 
-/* Values into a slot of zeros; returns the squared error. */
+/* Values into a slot of zeros. Of compact, what the codes leave of them goes to w->x; of vtq, its squares are returned. */
 static double encode_values(uint8_t *slot, hsri_page_header *header, hsri_kv_type format, uint32_t d, const float *v,
                             const hsri_calibration_record *c, const workspace *w)
 {
     bool     compact = format == HSRI_KV_TYPE_COMPACT;
     float    unit = 0, top = 15.0f;
-    double   error;
+    double   error = 0;
     uint8_t *bytes = slot + (hsri_value_scales(slot, d) - slot);
 
     page_mean(v, d, w->mean);
@@ -597,12 +626,10 @@ static double encode_values(uint8_t *slot, hsri_page_header *header, hsri_kv_typ
         choose_scales(w->x + j, d, 4, header->v_unit, w->most + j, bytes + j);
     for (uint32_t j = 0; j < d; j++)
         set_coding(&w->c, j, header->v_unit * hsri_scale_of(bytes[j]), 15.0f);
-    if (compact) {
+    if (compact)
         quantise(w->x, d, &w->c, w->codes);
-        error = squares(w->x, (size_t)TOKENS * d);
-    } else {
+    else
         error = quantise_vtq(header, d, w);
-    }
     pack_values(slot, header, format, d, w->codes);
     if (!all_finite(v, (size_t)TOKENS * d))
         header->v_unit = NAN;
@@ -613,12 +640,14 @@ static void encode_rotated(hsri_kv_type format, uint8_t *slot, hsri_page_header 
                            const hsri_calibration_record *calibration, float *scratch)
 {
     workspace w = workspace_at(scratch, d);
-    double    error;
+    const float *const arrays[] = { k, v, w.product, w.x };
+    double    error, sums[4];
 
     memset(slot, 0, hsri_page_bytes(format, d));
-    error = encode_keys(slot, header, d, k, calibration, &w);
-    error += encode_values(slot, header, format, d, v, calibration, &w);
-    header->error = relative_error(error, k, v, (size_t)TOKENS * d);
+    encode_keys(slot, header, d, k, calibration, &w);
+    error = encode_values(slot, header, format, d, v, calibration, &w);
+    squares_of(arrays, 4, (size_t)TOKENS * d, sums);
+    header->error = relative_error(sums[2] + (format == HSRI_KV_TYPE_COMPACT ? sums[3] : error), sums[0], sums[1]);
 }
 
 static void encode_compact(uint8_t *slot, hsri_page_header *header, uint32_t d, const float *k, const float *v,

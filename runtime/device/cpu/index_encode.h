@@ -8,6 +8,7 @@
 
 #include "device/cpu/kernels.h"
 #include "device/cpu/lanes.h"
+#include "device/cpu/wide.h"
 
 /* ---- numbers ---- */
 
@@ -43,14 +44,16 @@ static float largest(const float *x, uint64_t n)
 
 static bool all_finite(const float *x, uint64_t n)
 {
-    float    zero[LANES] = { 0 };
+    float    zero[4 * LANES] = { 0 };
     uint64_t i = 0;
 
-    for (; i + LANES <= n; i += LANES)
-        for (uint32_t l = 0; l < LANES; l++)
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        for (uint32_t l = 0; l < 4 * LANES; l++)
             zero[l] += x[i + l] * 0.0f;
     for (; i < n; i++)
         zero[0] += x[i] * 0.0f;
+    for (uint32_t l = LANES; l < 4 * LANES; l++)
+        zero[l % LANES] += zero[l];
     return lanes_sum(zero) == 0.0f;
 }
 
@@ -173,6 +176,17 @@ static void put_set(const sketch_set *set, uint8_t *codes)
             memcpy(codes, set->words + hsri_sketch_token(line, lane), 4 * sizeof *set->words);
 }
 
+/* keys[d][64] = k[64][d] - mean */
+static void center_keys(const float *k, const float *mean, uint32_t d, float *keys)
+{
+    const uint32_t whole = d / WIDE * WIDE;
+
+    transpose(k, d, HSRI_PAGE_TOKENS, whole, mean, keys, HSRI_PAGE_TOKENS);
+    for (uint32_t t = 0; t < HSRI_PAGE_TOKENS; t++)
+        for (uint32_t i = whole; i < d; i++)
+            keys[i * HSRI_PAGE_TOKENS + t] = k[(uint64_t)t * d + i] - mean[i];
+}
+
 /* scratch: keys[d][64], then one component */
 static bool put_sketch(const hsri_index_shape *shape, const hsri_calibration_record *calibration, const float *k, const float *mean,
                        uint8_t *entry, uint8_t *codes, float *scratch)
@@ -182,9 +196,7 @@ static bool put_sketch(const hsri_index_shape *shape, const hsri_calibration_rec
     float            *keys = scratch, *z = keys + (uint64_t)HSRI_PAGE_TOKENS * d;
     sketch_set        set;
 
-    for (uint32_t t = 0; t < HSRI_PAGE_TOKENS; t++)
-        for (uint32_t i = 0; i < d; i++)
-            keys[i * HSRI_PAGE_TOKENS + t] = k[(uint64_t)t * d + i] - mean[i];
+    center_keys(k, mean, d, keys);
     for (uint32_t c = 0, in_set = 0; c < n; c++) {
         const bool wide = c < shape->n_4bit;
         uint16_t   half;
