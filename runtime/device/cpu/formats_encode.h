@@ -52,15 +52,37 @@ static inline int32_t code_of(float x, float zero, float top)
     return (int32_t)c;
 }
 
-/* Sums of the squares of a few arrays of n numbers, n a multiple of 64. Each is one chain of additions: they do not wait for each other. */
-WIDE_INLINE void squares_of(const float *const *x, uint32_t n_arrays, size_t n, double *sums)
+typedef float  four_float __attribute__((vector_size(16)));
+typedef double four_double __attribute__((vector_size(32)));
+
+/* sums[k] += x[k][0], then x[k][1], and so on. */
+WIDE_INLINE void add_in_order(const float x[4][LANES], four_double *sums)
 {
-    for (uint32_t k = 0; k < n_arrays; k++)
-        sums[k] = 0;
+    for (uint32_t l = 0; l < LANES; l += 4) {
+        four_float row[4], low[2], high[2];
+
+        for (uint32_t k = 0; k < 4; k++)
+            memcpy(&row[k], x[k] + l, sizeof row[k]);
+        for (uint32_t k = 0; k < 2; k++) {
+            low[k] = __builtin_shufflevector(row[2 * k], row[2 * k + 1], 0, 4, 1, 5);
+            high[k] = __builtin_shufflevector(row[2 * k], row[2 * k + 1], 2, 6, 3, 7);
+        }
+        *sums += __builtin_convertvector(__builtin_shufflevector(low[0], low[1], 0, 1, 4, 5), four_double);
+        *sums += __builtin_convertvector(__builtin_shufflevector(low[0], low[1], 2, 3, 6, 7), four_double);
+        *sums += __builtin_convertvector(__builtin_shufflevector(high[0], high[1], 0, 1, 4, 5), four_double);
+        *sums += __builtin_convertvector(__builtin_shufflevector(high[0], high[1], 2, 3, 6, 7), four_double);
+    }
+}
+
+/* Sums of the squares of four arrays of n numbers, n a multiple of 64. Each is one chain of additions, so four take as long as one. */
+static void squares_of(const float *const x[4], size_t n, double sums[4])
+{
+    four_double all = { 0 };
+
     for (size_t i = 0; i < n; i += TOKENS) {
         float part[4][LANES];
 
-        for (uint32_t k = 0; k < n_arrays; k++)
+        for (uint32_t k = 0; k < 4; k++)
             for (uint32_t first = 0; first < LANES; first += WIDE) {
                 wide_float sum = { 0 }, some;
 
@@ -70,10 +92,9 @@ WIDE_INLINE void squares_of(const float *const *x, uint32_t n_arrays, size_t n, 
                 }
                 memcpy(part[k] + first, &sum, sizeof sum);
             }
-        for (uint32_t l = 0; l < LANES; l++)
-            for (uint32_t k = 0; k < n_arrays; k++)
-                sums[k] += part[k][l];
+        add_in_order(part, &all);
     }
+    memcpy(sums, &all, sizeof all);
 }
 
 /* |x - decoded| / |x| over keys and values, of the sums of their squares; a page of zeros has none. */
@@ -82,6 +103,65 @@ static float relative_error(double error, double keys, double values)
     double size = keys + values;
 
     return size > 0 || size != size ? (float)sqrt(error / size) : 0.0f;
+}
+
+/* ---- plain pages ---- */
+
+/* Dwords, two numbers each, as two vectors. */
+WIDE_INLINE void halves(const wide_int *pairs, wide_float *low, wide_float *high)
+{
+    *low = (wide_float)(*pairs << 16);
+    *high = (wide_float)(*pairs & (int32_t)0xffff0000);
+}
+
+/* Keys of WIDE tokens, of WIDE dwords each; dwords are two neighbours of a token, and lie [pair][token]. */
+WIDE_INLINE void read_bf16_keys(const uint8_t *keys, uint32_t d, float *k)
+{
+    float dwords[WIDE][WIDE], turned[WIDE][WIDE];
+
+    for (uint32_t i = 0; i < WIDE; i++)
+        memcpy(dwords[i], keys + (size_t)i * TOKENS * 4, sizeof dwords[i]);
+    transpose_square(dwords[0], WIDE, NULL, turned[0], WIDE);
+    for (uint32_t t = 0; t < WIDE; t++) {
+        wide_int   pairs;
+        wide_float low, high, both;
+
+        memcpy(&pairs, turned[t], sizeof pairs);
+        halves(&pairs, &low, &high);
+        both = __builtin_shufflevector(low, high, FIRST_HALVES);
+        memcpy(k + (size_t)t * d, &both, sizeof both);
+        both = __builtin_shufflevector(low, high, SECOND_HALVES);
+        memcpy(k + (size_t)t * d + WIDE, &both, sizeof both);
+    }
+}
+
+/* hsri_page_decode of bf16 */
+static void read_bf16(const uint8_t *slot, uint32_t d, float *k, float *v)
+{
+    const uint8_t *keys = slot + HSRI_PAGE_HEADER_BYTES, *values = keys + (size_t)TOKENS * d * 2;
+
+    if (d % (2 * WIDE) != 0) {
+        hsri_page_decode(HSRI_KV_TYPE_BF16, d, slot, NULL, k, v);
+        return;
+    }
+    for (uint32_t t = 0; t < TOKENS; t += WIDE)
+        for (uint32_t j = 0; j < d; j += 2 * WIDE)
+            read_bf16_keys(keys + ((size_t)j / 2 * TOKENS + t) * 4, d, k + (size_t)t * d + j);
+    for (uint32_t t = 0; t < TOKENS; t += 2)
+        for (uint32_t j = 0; j < d; j += WIDE) {
+            wide_int   pairs;
+            wide_float low, high;
+
+            memcpy(&pairs, values + ((size_t)t / 2 * d + j) * 4, sizeof pairs);
+            halves(&pairs, &low, &high);
+            memcpy(v + (size_t)t * d + j, &low, sizeof low);
+            memcpy(v + (size_t)(t + 1) * d + j, &high, sizeof high);
+        }
+}
+
+static void read_f32(const uint8_t *slot, uint32_t d, float *k, float *v)
+{
+    hsri_page_decode(HSRI_KV_TYPE_F32, d, slot, NULL, k, v);
 }
 
 /* ---- int8 ---- */
@@ -126,8 +206,8 @@ static void encode_int8(uint8_t *slot, hsri_page_header *header, uint32_t d, con
                         const hsri_calibration_record *calibration, float *scratch)
 {
     float *k_mean = scratch, *k_scale = k_mean + d, *v_mean = k_scale + d, *v_scale = v_mean + d;
-    const float *const arrays[] = { k, v };
-    double error, sums[2];
+    const float *const arrays[] = { k, v, k, v };
+    double error, sums[4];
 
     (void)calibration;
     int8_channels(k, d, k_mean, k_scale);
@@ -135,7 +215,7 @@ static void encode_int8(uint8_t *slot, hsri_page_header *header, uint32_t d, con
     error = int8_codes(k, d, k_mean, k_scale, (int8_t *)(slot + (hsri_int8_keys(slot, d) - slot)), 1, TOKENS);
     error += int8_codes(v, d, v_mean, v_scale, (int8_t *)(slot + (hsri_int8_values(slot, d) - slot)), d, 1);
     memcpy(slot + HSRI_PAGE_HEADER_BYTES, scratch, 4 * (size_t)d * sizeof *scratch);
-    squares_of(arrays, 2, (size_t)TOKENS * d, sums);
+    squares_of(arrays, (size_t)TOKENS * d, sums);
     header->error = relative_error(error, sums[0], sums[1]);
 }
 
@@ -407,7 +487,8 @@ static void pack_keys(uint8_t *slot, uint32_t d, uint8_t *codes)
         pack_key_lows(codes + (size_t)unit * HSRI_UNIT_TOKENS * d, d, slot + (hsri_key_lows(slot, d, unit) - slot));
     for (uint32_t token = 0; token < TOKENS; token++, codes += d) {
         uint32_t unit = token / HSRI_UNIT_TOKENS, t = token % HSRI_UNIT_TOKENS;
-        uint8_t *nibbles = slot + (hsri_key_nibbles(slot, d, unit) - slot) + 4 * t, *pairs = slot + (hsri_key_pairs(slot, d, unit) - slot) + 2 * t;
+        uint8_t *nibbles = slot + (hsri_key_nibbles(slot, d, unit) - slot) + 4 * t;
+        uint8_t *pairs = slot + (hsri_key_pairs(slot, d, unit) - slot) + 2 * t;
 
         for (uint32_t j = 0; j < n6; j++)
             codes[j] >>= 2;
@@ -530,13 +611,15 @@ static uint64_t two_kinds(const float *x, uint32_t d)
 /* Multiply the narrow tokens' values, so that one set of scales serves both kinds: their largest share of the wide ones' range. */
 static float narrow_ratio(const float *x, uint32_t d, uint64_t wide)
 {
-    double sum[2] = { 0, 0 }, of_token;
+    double sum[2] = { 0, 0 }, of_token[4];
 
-    for (uint32_t t = 0; t < TOKENS; t++) {
-        const float *row = x + (size_t)t * d;
+    for (uint32_t t = 0; t < TOKENS; t += 4) {
+        const float       *row = x + (size_t)t * d;
+        const float *const rows[] = { row, row + d, row + 2 * (size_t)d, row + 3 * (size_t)d };
 
-        squares_of(&row, 1, d, &of_token);
-        sum[wide >> t & 1] += of_token;
+        squares_of(rows, d, of_token);
+        for (uint32_t i = 0; i < 4; i++)
+            sum[wide >> (t + i) & 1] += of_token[i];
     }
     return sum[0] < sum[1] ? (float)sqrt(sum[0] / sum[1]) : 1.0f;
 }
@@ -565,16 +648,20 @@ static double quantise_vtq(const hsri_page_header *h, uint32_t d, const workspac
 /* The upper four bits of eight tokens of a channel are a word. */
 static void pack_eight(const hsri_page_header *h, hsri_kv_type format, uint32_t d, uint32_t token, const uint8_t *codes, uint8_t *out)
 {
-    uint32_t n_low[8], words[LANES];
+    int32_t n_low[8];
 
     for (uint32_t t = 0; t < 8; t++)
-        n_low[t] = format == HSRI_KV_TYPE_VTQ ? hsri_vtq_low_bits(h, token + t) : 0;
-    for (uint32_t j = 0; j < d; j += LANES) {
-        memset(words, 0, sizeof words);
-        for (uint32_t t = 0; t < 8; t++)
-            for (uint32_t l = 0; l < LANES; l++)
-                words[l] |= (uint32_t)codes[(size_t)t * d + j + l] >> n_low[t] << hsri_nibble_shift(t);
-        memcpy(out + 4 * (size_t)j, words, sizeof words);
+        n_low[t] = format == HSRI_KV_TYPE_VTQ ? (int32_t)hsri_vtq_low_bits(h, token + t) : 0;
+    for (uint32_t j = 0; j < d; j += WIDE) {
+        wide_int words = { 0 };
+
+        for (uint32_t t = 0; t < 8; t++) {
+            wide_byte row;
+
+            memcpy(&row, codes + (size_t)t * d + j, sizeof row);
+            words |= __builtin_convertvector(row, wide_int) >> n_low[t] << (int32_t)hsri_nibble_shift(t);
+        }
+        memcpy(out + 4 * (size_t)j, &words, sizeof words);
     }
 }
 
@@ -646,7 +733,7 @@ static void encode_rotated(hsri_kv_type format, uint8_t *slot, hsri_page_header 
     memset(slot, 0, hsri_page_bytes(format, d));
     encode_keys(slot, header, d, k, calibration, &w);
     error = encode_values(slot, header, format, d, v, calibration, &w);
-    squares_of(arrays, 4, (size_t)TOKENS * d, sums);
+    squares_of(arrays, (size_t)TOKENS * d, sums);
     header->error = relative_error(sums[2] + (format == HSRI_KV_TYPE_COMPACT ? sums[3] : error), sums[0], sums[1]);
 }
 
@@ -664,6 +751,8 @@ static void encode_vtq(uint8_t *slot, hsri_page_header *header, uint32_t d, cons
 
 static void fill_encoders(hsri_page_kernels *k)
 {
+    k->read[HSRI_KV_TYPE_F32] = read_f32;
+    k->read[HSRI_KV_TYPE_BF16] = read_bf16;
     k->encode[HSRI_KV_TYPE_INT8] = encode_int8;
     k->encode[HSRI_KV_TYPE_COMPACT] = encode_compact;
     k->encode[HSRI_KV_TYPE_VTQ] = encode_vtq;

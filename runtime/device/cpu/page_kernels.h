@@ -34,13 +34,15 @@ typedef struct hsri_units_args {
 static inline uint64_t hsri_encode_scratch(uint32_t d) { return (2ull * HSRI_PAGE_TOKENS + HSRI_PAGE_TOKENS / 4 + 24) * d; }
 
 typedef struct hsri_page_kernels {
+    /* hsri_page_decode of plain formats in little time: k[64][d] and v[64][d] of a page that is to be encoded */
+    void (*read[HSRI_N_KV_FORMATS])(const uint8_t *slot, uint32_t d, float *k, float *v);
     /* slot's body, and what the header has about it (error, k_scale, v_scale and what follows), from k[64][d] and v[64][d] */
     void (*encode[HSRI_N_KV_FORMATS])(uint8_t *slot, hsri_page_header *header, uint32_t d, const float *k, const float *v,
                                       const hsri_calibration_record *calibration, float *scratch);
     void (*attend[HSRI_N_KV_FORMATS])(const hsri_units_args *a);
 } hsri_page_kernels;
 
-/* The entries of plain formats stay NULL. */
+/* Of plain formats, the entries but those of `read` stay NULL; of the others, those of `read`. */
 void hsri_page_kernels_fill(hsri_page_kernels *k, int32_t isa);
 
 void hsri_page_kernels_fill_ref(hsri_page_kernels *k);

@@ -37,7 +37,7 @@ static void seal_page(const seal_job *job, const hsri_seal *seal, float *scratch
     hsri_calibration_record calibration = hsri_cpu_calibration(job->dev, job->kv, seal->layer, seal->head);
 
     if (encoded || indexed)
-        hsri_page_decode(encoded ? seal->kv_type : seal->format, d, plain, NULL, k, v);
+        job->dev->kernels.page.read[encoded ? seal->kv_type : seal->format](plain, d, k, v);
     if (indexed)
         hsri_cpu_index_page(job->dev, job->kv, seal, k, v, work);
     if (encoded)

@@ -28,6 +28,7 @@ typedef float   wide_float __attribute__((vector_size(4 * WIDE)));
 typedef int32_t wide_int __attribute__((vector_size(4 * WIDE)));
 typedef uint8_t wide_byte __attribute__((vector_size(WIDE)));
 
+#define WIDE_UNROLL _Pragma("GCC unroll 16")
 #define WIDE_INLINE static inline __attribute__((always_inline))
 
 /* c is brought between 0 and most; not a number becomes 0. */
@@ -63,19 +64,20 @@ WIDE_INLINE void transpose_square(const float *from, size_t from_stride, const f
 
     if (minus)
         memcpy(&less, minus, sizeof less);
-    for (uint32_t i = 0; i < WIDE; i++) {
+    WIDE_UNROLL for (uint32_t i = 0; i < WIDE; i++) {
         memcpy(&row[i], from + i * from_stride, sizeof row[i]);
         if (minus)
             row[i] -= less;
     }
-    for (uint32_t bit = 1; bit < WIDE; bit *= 2) {
-        for (uint32_t i = 0; i < WIDE / 2; i++) {
+    WIDE_UNROLL for (uint32_t bit = 1; bit < WIDE; bit *= 2) {
+        WIDE_UNROLL for (uint32_t i = 0; i < WIDE / 2; i++) {
             next[2 * i] = __builtin_shufflevector(row[i], row[i + WIDE / 2], FIRST_HALVES);
             next[2 * i + 1] = __builtin_shufflevector(row[i], row[i + WIDE / 2], SECOND_HALVES);
         }
-        memcpy(row, next, sizeof row);
+        WIDE_UNROLL for (uint32_t i = 0; i < WIDE; i++)
+            row[i] = next[i];
     }
-    for (uint32_t j = 0; j < WIDE; j++)
+    WIDE_UNROLL for (uint32_t j = 0; j < WIDE; j++)
         memcpy(to + j * to_stride, &row[j], sizeof row[j]);
 }
 
