@@ -61,29 +61,45 @@ hsri_cluster_layout hsri_cluster_layout_of(const hsri_index_shape *shape)
 
     at.scales = (uint32_t)(shape->head_dim * sizeof(float));
     at.token_scales = at.scales + at.n * (uint32_t)sizeof(float);
-    at.starts = at.token_scales + at.n * (uint32_t)sizeof(float);
-    at.spreads = at.starts + (HSRI_SEGMENT_CLUSTERS + 1) * (uint32_t)sizeof(uint16_t);
-    at.codes = (uint32_t)hsri_round_up(at.spreads + HSRI_SEGMENT_CLUSTERS, 64);
-    at.positions = at.codes + HSRI_SEGMENT_CLUSTERS * at.n / 2;
+    at.family_scales = at.token_scales + at.n * (uint32_t)sizeof(float);
+    at.starts = at.family_scales + at.n * (uint32_t)sizeof(float);
+    at.firsts = at.starts + (HSRI_SEGMENT_CLUSTERS + 1) * (uint32_t)sizeof(uint16_t);
+    at.family_starts = at.firsts + (HSRI_SEGMENT_FAMILIES + 1) * (uint32_t)sizeof(uint16_t);
+    at.spreads = at.family_starts + (HSRI_SEGMENT_FAMILIES + 1) * (uint32_t)sizeof(uint16_t);
+    at.codes = (uint32_t)hsri_round_up(at.spreads + HSRI_SEGMENT_CENTRES, 64);
+    at.positions = at.codes + HSRI_SEGMENT_CENTRES * at.n / 2;
     at.tokens = at.positions + HSRI_SEGMENT_TOKENS * (uint32_t)sizeof(uint16_t);
     at.bytes = at.tokens + HSRI_SEGMENT_TOKENS * at.n / 2;
     return at;
 }
 
+/* Do n numbers rise, none beyond the most? */
+static bool rises(const uint8_t *numbers, uint32_t n, uint32_t most)
+{
+    uint16_t last = 0;
+
+    for (uint32_t i = 0; i < n; i++) {
+        uint16_t number;
+
+        memcpy(&number, numbers + i * sizeof number, sizeof number);
+        if (number < last || number > most)
+            return false;
+        last = number;
+    }
+    return true;
+}
+
 bool hsri_cluster_record_is_sound(const hsri_index_shape *shape, const uint8_t *record)
 {
     const hsri_cluster_layout at = hsri_cluster_layout_of(shape);
-    uint16_t last = 0;
 
-    for (uint32_t i = 0; i <= HSRI_SEGMENT_CLUSTERS; i++) {
-        uint16_t start;
-        memcpy(&start, record + at.starts + i * sizeof start, sizeof start);
-        if (start < last || start > HSRI_SEGMENT_TOKENS)
-            return false;
-        last = start;
-    }
+    if (!rises(record + at.starts, HSRI_SEGMENT_CLUSTERS + 1, HSRI_SEGMENT_TOKENS) ||
+        !rises(record + at.firsts, HSRI_SEGMENT_FAMILIES + 1, HSRI_SEGMENT_CLUSTERS) ||
+        !rises(record + at.family_starts, HSRI_SEGMENT_FAMILIES + 1, HSRI_SEGMENT_TOKENS))
+        return false;
     for (uint32_t i = 0; i < HSRI_SEGMENT_TOKENS; i++) {
         uint16_t token;
+
         memcpy(&token, record + at.positions + i * sizeof token, sizeof token);
         if (token >= HSRI_SEGMENT_TOKENS)
             return false;

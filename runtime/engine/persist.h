@@ -10,7 +10,7 @@
 #include "engine/engine.h"
 #include "kv/cache_image.h"
 
-#define HSRI_SAVE_VERSION 2u
+#define HSRI_SAVE_VERSION 3u
 #define HSRI_SAVE_ALIGNMENT 4096u
 /* Moved at a time, or one row if that is more. */
 #define HSRI_SAVE_BATCH (4u << 20)

@@ -33,7 +33,7 @@ def path(tmp_path_factory):
 
 
 def profile_of(selector: str, **changes) -> Profile:
-    return Profile(**{"selector": selector, "budget": 256, "candidates": 1024, "dense_below": 512, "prefill_budget": 512,
+    return Profile(**{"selector": selector, "budget": 256, "candidates": 400, "dense_below": 512, "prefill_budget": 512,
                       "prefill_dense_below": 1024, **changes})
 
 

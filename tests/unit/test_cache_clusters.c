@@ -182,7 +182,7 @@ static hsri_cache *copied(world *w, hsri_cache *cache)
     return copy;
 }
 
-/* A record that names tokens of nowhere is refused. */
+/* A record that names tokens or clusters of nowhere is refused. */
 static void test_unsound_record(const world *w)
 {
     const hsri_cluster_layout at = hsri_cluster_layout_of(&w->opts.index);
@@ -194,6 +194,13 @@ static void test_unsound_record(const world *w)
     CHECK(!hsri_cluster_record_is_sound(&w->opts.index, record));
     memset(record + at.positions, 0, 2 * HSRI_SEGMENT_TOKENS);
     record[at.starts + 2 * 5] = 1;          /* and the next one starts before it */
+    CHECK(!hsri_cluster_record_is_sound(&w->opts.index, record));
+    record[at.starts + 2 * 5] = 0;
+    CHECK(hsri_cluster_record_is_sound(&w->opts.index, record));
+    record[at.firsts + 2 * HSRI_SEGMENT_FAMILIES + 1] = 0x10;
+    CHECK(!hsri_cluster_record_is_sound(&w->opts.index, record));
+    record[at.firsts + 2 * HSRI_SEGMENT_FAMILIES + 1] = 0;
+    record[at.family_starts] = 1;
     CHECK(!hsri_cluster_record_is_sound(&w->opts.index, record));
     free(record);
 }

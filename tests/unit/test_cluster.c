@@ -166,8 +166,8 @@ static uint8_t *run_cluster(const world *w, int32_t n_threads, int32_t isa, bool
 typedef struct record {
     const uint8_t *at;
     uint32_t       n;
-    const float   *mean, *scales, *token_scales;
-    const uint16_t *starts, *positions;
+    const float   *mean, *scales, *token_scales, *family_scales;
+    const uint16_t *starts, *firsts, *family_starts, *positions;
     const uint8_t *codes, *spreads, *tokens;
 } record;
 
@@ -181,9 +181,12 @@ static record read_record(const world *w, const uint8_t *pool, uint32_t i)
     r.mean = (const float *)r.at;
     r.scales = r.mean + d;
     r.token_scales = r.scales + r.n;
-    r.starts = (const uint16_t *)(r.token_scales + r.n);
-    r.spreads = (const uint8_t *)(r.starts + 1025);
-    r.codes = r.at + (4 * d + 8 * r.n + 2050 + 1024 + 63) / 64 * 64;
+    r.family_scales = r.token_scales + r.n;
+    r.starts = (const uint16_t *)(r.family_scales + r.n);
+    r.firsts = r.starts + 961;
+    r.family_starts = r.firsts + 65;
+    r.spreads = (const uint8_t *)(r.family_starts + 65);
+    r.codes = r.at + (4 * d + 12 * r.n + 2 * (961 + 65 + 65) + 1024 + 63) / 64 * 64;
     r.positions = (const uint16_t *)(r.codes + 512 * r.n);
     r.tokens = (const uint8_t *)(r.positions + 8192);
     return r;
@@ -193,7 +196,7 @@ static double centre_of(const record *r, uint32_t i, uint32_t c, double *step)
 {
     uint8_t byte = r->codes[(c / 8 * 1024 + i) * 4 + c % 4];
 
-    *step = (double)r->scales[c];
+    *step = (double)(i < 960 ? r->scales : r->family_scales)[c];
     return ((c % 8 < 4 ? byte & 15 : byte >> 4) - 7.5) * *step;
 }
 
@@ -286,6 +289,45 @@ done:
     free(far);
 }
 
+/* Families are clusters that follow each other; they are what their clusters are, and tight. */
+static void check_families(const world *w, const record *r, uint32_t i)
+{
+    double *means = calloc((HSRI_SEGMENT_CLUSTERS + 1) * r->n, sizeof *means), within = 0, about = 0, worst = 0, unit = 0;
+
+    for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++)
+        for (uint32_t c = 0; c < r->n; c++)
+            for (uint32_t at = r->starts[k]; at < r->starts[k + 1]; at++)
+                means[k * r->n + c] += point(w, r, i, r->positions[at], c) / (r->starts[k + 1] - r->starts[k]);
+    for (uint32_t c = 0; c < r->n; c++)
+        unit += (double)r->family_scales[c] * (double)r->family_scales[c];
+    CHECK(r->firsts[0] == 0 && r->firsts[HSRI_SEGMENT_FAMILIES] == HSRI_SEGMENT_CLUSTERS);
+    for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f++) {
+        uint32_t first = r->firsts[f], end = r->firsts[f + 1], n = r->starts[end] - r->starts[first];
+        double   squares = 0, step;
+
+        CHECK(first <= end && r->family_starts[f] == r->starts[first] && r->family_starts[f + 1] == r->starts[end]);
+        for (uint32_t c = 0; c < r->n && n; c++) {
+            double mean = 0;
+
+            for (uint32_t k = first; k < end; k++)
+                mean += means[k * r->n + c] * (r->starts[k + 1] - r->starts[k]) / n;
+            for (uint32_t k = first; k < end; k++) {
+                uint32_t tokens = r->starts[k + 1] - r->starts[k];
+
+                squares += (means[k * r->n + c] - mean) * (means[k * r->n + c] - mean) * tokens;
+                about += means[k * r->n + c] * means[k * r->n + c] * tokens;
+            }
+            worst = fmax(worst, fabs(centre_of(r, 960 + f, c, &step) - mean) - 0.51 * step);
+        }
+        within += squares;
+        if (n)
+            CHECK(fabs(sqrt(squares / n / unit) - r->spreads[960 + f] / 16.0) < 0.04);
+    }
+    CHECK(within < 0.7 * about);
+    CHECK(worst < 0.01 * sqrt(about / HSRI_SEGMENT_TOKENS));
+    free(means);
+}
+
 /* ---- scores ---- */
 
 static void check_scores(const world *w, const record *r, int32_t isa)
@@ -303,7 +345,7 @@ static void check_scores(const world *w, const record *r, int32_t isa)
     fill_noise(rotated, HEADS * d, 2, 2);
     fill_noise(references, HEADS, 3, 2);
     hsri_cluster_score_args a = { r->at, &w->shape, HEADS, 0.125f, queries, rotated, references, mass[0], HSRI_SEGMENT_CLUSTERS,
-                                  sums };
+                                  sums, 0 };
     kernels.sparse.cluster.score(&a);
     for (uint32_t h = 0; h < HEADS; h++) {
         double all = 0;
@@ -323,7 +365,7 @@ static void check_scores(const world *w, const record *r, int32_t isa)
                                          (0.125 * logit - (double)references[h])));
         }
         a = (hsri_cluster_score_args){ r->at, &w->shape, 1, 0.125f, queries + h * d, rotated + h * d, references + h,
-                                       alone, HSRI_SEGMENT_CLUSTERS, &sum };
+                                       alone, HSRI_SEGMENT_CLUSTERS, &sum, 0 };
         kernels.sparse.cluster.score(&a);
         CHECK(memcmp(alone, mass[h], sizeof alone) == 0 && sum == sums[h]);
         for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++)
@@ -338,11 +380,106 @@ static void check_scores(const world *w, const record *r, int32_t isa)
     queries[2 * d] = NAN;
     rotated[3 * d] = NAN;
     a = (hsri_cluster_score_args){ r->at, &w->shape, HEADS, 0.125f, queries, rotated, references, mass[0], HSRI_SEGMENT_CLUSTERS,
-                                  sums };
+                                  sums, 0 };
     kernels.sparse.cluster.score(&a);
     for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++)
         CHECK(mass[0][k] == 0.0f && mass[2][k] == 0.0f && mass[3][k] == 0.0f &&
               mass[1][k] == (r->starts[k] < r->starts[k + 1] ? HSRI_MASS_MAX : 0.0f));
+    free(queries);
+    free(rotated);
+}
+
+/* Clusters of some families have the masses that they have among all. */
+static void check_left_out(const record *r, hsri_cluster_score_args a, const hsri_kernels *kernels)
+{
+    static float whole[3][HSRI_SEGMENT_CLUSTERS], some[3][HSRI_SEGMENT_CLUSTERS];
+    const uint64_t left_out[] = { 1, 1ull << 63, 0x0f0f0000aaaa1234ull, ~1ull, ~(1ull << 63), UINT64_MAX };
+    float    sums[3];
+
+    a.n_heads = 3;
+    a.sums = sums;
+    a.mass = whole[0];
+    a.mass_stride = HSRI_SEGMENT_CLUSTERS;
+    kernels->sparse.cluster.score(&a);
+    a.mass = some[0];
+    for (uint32_t i = 0; i < sizeof left_out / sizeof *left_out; i++) {
+        uint32_t n = 0;
+
+        a.left_out = left_out[i];
+        memset(some, 0xff, sizeof some);
+        kernels->sparse.cluster.score(&a);
+        for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f++)
+            for (uint32_t k = r->firsts[f]; k < r->firsts[f + 1] && !(left_out[i] >> f & 1); k++, n++)
+                for (uint32_t h = 0; h < a.n_heads; h++)
+                    CHECK(memcmp(&some[h][n], &whole[h][k], sizeof(float)) == 0);
+        for (uint32_t h = 0; h < a.n_heads; h++) {
+            double sum = 0;
+
+            for (uint32_t k = 0; k < n; k++)
+                sum += (double)some[h][k];
+            CHECK(fabs((double)sums[h] - sum) <= 1e-5 * sum);
+            CHECK(n == HSRI_SEGMENT_CLUSTERS || isnan(some[h][n]));     /* nothing was written behind */
+        }
+    }
+}
+
+static void check_family_scores(const world *w, const record *r, int32_t isa)
+{
+    enum { HEADS = 7 };
+    static float mass[HEADS][HSRI_SEGMENT_FAMILIES], alone[HSRI_SEGMENT_FAMILIES];
+    uint32_t     d = w->d;
+    float       *queries = malloc(HEADS * d * sizeof *queries), *rotated = malloc(HEADS * d * sizeof *rotated);
+    float        references[HEADS], sums[HEADS];
+    double       worst = 0;
+    hsri_kernels kernels;
+
+    hsri_kernels_fill(&kernels, isa);
+    fill_noise(queries, HEADS * d, 1, 2);
+    fill_noise(rotated, HEADS * d, 2, 2);
+    fill_noise(references, HEADS, 3, 2);
+    hsri_cluster_score_args a = { r->at, &w->shape, HEADS, 0.125f, queries, rotated, references, mass[0], HSRI_SEGMENT_FAMILIES, sums, 0 };
+    check_left_out(r, a, &kernels);
+    kernels.sparse.cluster.score_families(&a);
+    for (uint32_t h = 0; h < HEADS; h++) {
+        double all = 0, off = 0;
+        float  sum;
+
+        for (uint32_t c = 0; c < r->n; c++)
+            off += pow((double)rotated[h * d + c] * (double)r->family_scales[c], 2);
+        off = 0.125 * sqrt(off) / 16;
+        for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f++) {
+            double logit = 0, step, spread = off * r->spreads[960 + f], most = fmin(spread, 0.5);
+            int    n = r->family_starts[f + 1] - r->family_starts[f];
+
+            for (uint32_t j = 0; j < d; j++)
+                logit += (double)queries[h * d + j] * (double)r->mean[j];
+            for (uint32_t c = 0; c < r->n; c++)
+                logit += (double)rotated[h * d + c] * centre_of(r, 960 + f, c, &step);
+            if (n)
+                worst = fmax(worst, fabs(log((double)mass[h][f] / n) -
+                                         (0.125 * logit - (double)references[h] + most * (spread - most / 2))));
+            else
+                CHECK(mass[h][f] == 0.0f);
+            all += (double)mass[h][f];
+        }
+        CHECK(fabs((double)sums[h] - all) <= 1e-5 * all);
+        a = (hsri_cluster_score_args){ r->at, &w->shape, 1, 0.125f, queries + h * d, rotated + h * d, references + h,
+                                       alone, HSRI_SEGMENT_FAMILIES, &sum, 0 };
+        kernels.sparse.cluster.score_families(&a);
+        CHECK(memcmp(alone, mass[h], sizeof alone) == 0 && sum == sums[h]);
+    }
+    if (!CHECK(worst < (isa >= HSR_ISA_AVX512 ? 0.08 : 1e-4)))
+        fprintf(stderr, "level %d: log mass of families off by %g\n", (int)isa, worst);
+    /* not a number: nothing; beyond all range: the most */
+    references[0] = NAN;
+    references[1] = -1e9f;
+    queries[2 * d] = NAN;
+    rotated[3 * d] = NAN;
+    a = (hsri_cluster_score_args){ r->at, &w->shape, HEADS, 0.125f, queries, rotated, references, mass[0], HSRI_SEGMENT_FAMILIES, sums, 0 };
+    kernels.sparse.cluster.score_families(&a);
+    for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f++)
+        CHECK(mass[0][f] == 0.0f && mass[2][f] == 0.0f && mass[3][f] == 0.0f &&
+              mass[1][f] == (r->family_starts[f] < r->family_starts[f + 1] ? HSRI_MASS_MAX : 0.0f));
     free(queries);
     free(rotated);
 }
@@ -379,7 +516,7 @@ static void check_members(const world *w, const record *r, int32_t isa)
     enum { HEADS = 7, TAKEN = 100 };
     static float mass[HEADS][HSRI_SEGMENT_UNITS], alone[HSRI_SEGMENT_UNITS], clusters[HEADS][HSRI_SEGMENT_CLUSTERS];
     static double want[HSRI_SEGMENT_UNITS];
-    uint32_t     d = w->d, taken[TAKEN];
+    uint32_t     d = w->d, taken[TAKEN], places[TAKEN];
     float       *rotated = malloc(HEADS * d * sizeof *rotated);
     double       worst = 0;
     hsri_kernels kernels;
@@ -390,8 +527,10 @@ static void check_members(const world *w, const record *r, int32_t isa)
         clusters[i / HSRI_SEGMENT_CLUSTERS][i % HSRI_SEGMENT_CLUSTERS] = (float)ldexp(1 + hsri_rng_unit(8, i),
                                                                                       (int)(hsri_rng_u64(9, i) % 40) - 20);
     for (uint32_t i = 0; i < TAKEN; i++)
-        taken[i] = 3 * HSRI_SEGMENT_CLUSTERS + i * 10 + (uint32_t)(hsri_rng_u64(7, i) % 10);
-    hsri_member_score_args a = { r->at, &w->shape, taken, TAKEN, HEADS, 0.125f, rotated, clusters[0], HSRI_SEGMENT_CLUSTERS,
+        taken[i] = 3 * HSRI_SEGMENT_CLUSTERS + i * 9 + (uint32_t)(hsri_rng_u64(7, i) % 9);
+    for (uint32_t i = 0; i < TAKEN; i++)
+        places[i] = TAKEN - 1 - i;
+    hsri_member_score_args a = { r->at, &w->shape, taken, places, TAKEN, HEADS, 0.125f, rotated, clusters[0], HSRI_SEGMENT_CLUSTERS,
                                  all_pages, mass[0], HSRI_SEGMENT_UNITS };
     kernels.sparse.cluster.score_members(&a);
     check_marks(r, a, mass[0], &kernels);
@@ -410,14 +549,14 @@ static void check_members(const world *w, const record *r, int32_t isa)
 
                 for (uint32_t c = 0; c < r->n; c++)
                     logit += (double)rotated[h * d + c] * off_of(r, k, at, c, &step);
-                want[r->positions[at] / 16] += (double)clusters[h][k] / (r->starts[k + 1] - r->starts[k]) * exp(0.125 * logit);
+                want[r->positions[at] / 16] += (double)clusters[h][places[i]] / (r->starts[k + 1] - r->starts[k]) * exp(0.125 * logit);
             }
         }
         for (uint32_t u = 0; u < HSRI_SEGMENT_UNITS; u++) {
             CHECK((want[u] > 0) == (mass[h][u] > 0.0f));
             worst = fmax(worst, want[u] > 0 ? fabs(log((double)mass[h][u] / want[u])) : 0);
         }
-        a = (hsri_member_score_args){ r->at, &w->shape, taken, TAKEN, 1, 0.125f, rotated + h * d, clusters[h], 0, all_pages, alone, 0 };
+        a = (hsri_member_score_args){ r->at, &w->shape, taken, places, TAKEN, 1, 0.125f, rotated + h * d, clusters[h], 0, all_pages, alone, 0 };
         kernels.sparse.cluster.score_members(&a);
         CHECK(memcmp(alone, mass[h], sizeof alone) == 0);
     }
@@ -431,7 +570,7 @@ static void check_members(const world *w, const record *r, int32_t isa)
     for (uint32_t k = 0; k < HSRI_SEGMENT_CLUSTERS; k++)
         clusters[2][k] = HSRI_MASS_MAX;
     rotated[2 * d] = 1e6f;
-    a = (hsri_member_score_args){ r->at, &w->shape, taken, TAKEN, 3, 0.125f, rotated, clusters[0], HSRI_SEGMENT_CLUSTERS,
+    a = (hsri_member_score_args){ r->at, &w->shape, taken, places, TAKEN, 3, 0.125f, rotated, clusters[0], HSRI_SEGMENT_CLUSTERS,
                                   all_pages, mass[0], HSRI_SEGMENT_UNITS };
     kernels.sparse.cluster.score_members(&a);
     for (uint32_t u = 0; u < HSRI_SEGMENT_UNITS; u++)
@@ -454,8 +593,10 @@ static void test_shape(uint32_t d, uint32_t n_4bit, uint32_t n_2bit)
 
         check_mean(w, &r, i);
         check_clusters(w, &r, i);
+        check_families(w, &r, i);
         for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa() && isa <= HSR_ISA_AVX512; isa++) {
             check_scores(w, &r, isa);
+            check_family_scores(w, &r, isa);
             check_members(w, &r, isa);
         }
     }

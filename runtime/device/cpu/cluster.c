@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Making cluster records (docs/sparse-attention.md): k-means over the tokens of a segment, as their sketches say where they are.
- * Components are whole numbers of one step per segment, so that every sum is exact: the same record on every level, with any number of
+/* Making cluster records (docs/sparse-attention.md): k-means over the tokens of a segment, as their sketches say where they are, and once
+ * more over the clusters. Components are whole numbers of one step per segment, so that every sum is exact: the same record on every level, with any number of
  * threads. */
 #include "device/cpu/pages.h"
 
@@ -11,6 +11,7 @@
 
 /* Assignments; after each but the last, centres move. More make clusters less than 1 % tighter. */
 #define ROUNDS 3u
+#define FAMILY_ROUNDS 4u
 #define SEGMENT_NS 4000000u            /* of one thread, for estimates */
 #define MAX_COMPONENTS HSRI_CLUSTER_COMPONENTS
 
@@ -24,11 +25,12 @@ typedef struct segment {
     float    mean[HSRI_ATTEND_MAX_HEAD_DIM];                     /* of the segment's keys */
     float    offsets[HSRI_SEGMENT_PAGES][MAX_COMPONENTS];        /* of a page's mean from that of the segment, in the calibrated basis */
     float    scales[HSRI_SEGMENT_PAGES][MAX_COMPONENTS];         /* 0 where the page is not a number */
-    int32_t  bias[HSRI_SEGMENT_CLUSTERS], counts[HSRI_SEGMENT_CLUSTERS];
+    int32_t  bias[HSRI_SEGMENT_CLUSTERS], counts[HSRI_SEGMENT_CLUSTERS];     /* tokens of clusters, and sums of their points */
     int32_t  sums[HSRI_SEGMENT_CLUSTERS][MAX_COMPONENTS];
-    uint16_t nearest[HSRI_SEGMENT_TOKENS];
+    int32_t  family_counts[HSRI_SEGMENT_FAMILIES], family_sums[HSRI_SEGMENT_FAMILIES][MAX_COMPONENTS];
+    uint16_t nearest[HSRI_SEGMENT_TOKENS], family[HSRI_SEGMENT_CLUSTERS];
     _Alignas(64) uint8_t centres[HSRI_SEGMENT_CLUSTERS * MAX_COMPONENTS];
-    _Alignas(64) int8_t  points[HSRI_SEGMENT_TOKENS * MAX_COMPONENTS];
+    _Alignas(64) int8_t  points[HSRI_SEGMENT_TOKENS * MAX_COMPONENTS], cluster_points[HSRI_SEGMENT_CLUSTERS * MAX_COMPONENTS];
 } segment;
 
 _Static_assert(sizeof(segment) + 64 <= HSRI_CPU_SCRATCH * sizeof(float), "a worker's scratch holds a segment");
@@ -148,28 +150,29 @@ static void make_points(segment *s, const hsri_calibration_record *calibration)
 
 /* ---- clusters ---- */
 
-static void put_centre(segment *s, uint32_t i, const int32_t *centre)
+/* Centre i of n. */
+static void put_centre(segment *s, uint32_t n, uint32_t i, const int32_t *centre)
 {
     int32_t squares = 0;
 
     for (uint32_t c = 0; c < s->n; c++) {
-        s->centres[(c / 4 * HSRI_SEGMENT_CLUSTERS + i) * 4 + c % 4] = (uint8_t)(centre[c] + 128);
+        s->centres[(c / 4 * n + i) * 4 + c % 4] = (uint8_t)(centre[c] + 128);
         squares += centre[c] * centre[c];
     }
     /* |x - c|^2 = |x|^2 - 2 (x.c - |c|^2 / 2) */
     s->bias[i] = -(squares / 2);
 }
 
-/* Centres start at every eighth token. */
-static void first_centres(segment *s)
+/* n centres start at points that are evenly far from each other in their order. */
+static void first_centres(segment *s, uint32_t n, const int8_t *points, uint32_t n_points)
 {
-    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
-        const int8_t *point = s->points + (uint64_t)i * (HSRI_SEGMENT_TOKENS / HSRI_SEGMENT_CLUSTERS) * s->n;
+    for (uint32_t i = 0; i < n; i++) {
+        const int8_t *point = points + (uint64_t)(i * n_points / n) * s->n;
         int32_t       centre[MAX_COMPONENTS];
 
         for (uint32_t c = 0; c < s->n; c++)
             centre[c] = point[c];
-        put_centre(s, i, centre);
+        put_centre(s, n, i, centre);
     }
 }
 
@@ -190,30 +193,80 @@ static void add_up(segment *s)
 /* Quotient to the nearest, halves away from zero. */
 static int32_t divide(int32_t a, int32_t b) { return (2 * a + (a < 0 ? -b : b)) / (2 * b); }
 
-/* A centre without tokens stays where it is. */
-static void move_centres(segment *s)
+/* To the means of n sets of tokens. A centre without tokens stays where it is. */
+static void move_centres(segment *s, uint32_t n, const int32_t *counts, int32_t (*sums)[MAX_COMPONENTS])
 {
-    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
+    for (uint32_t i = 0; i < n; i++) {
         int32_t centre[MAX_COMPONENTS];
 
-        for (uint32_t c = 0; c < s->n && s->counts[i]; c++)
-            centre[c] = divide(s->sums[i][c], s->counts[i]);
-        if (s->counts[i])
-            put_centre(s, i, centre);
+        for (uint32_t c = 0; c < s->n && counts[i]; c++)
+            centre[c] = divide(sums[i][c], counts[i]);
+        if (counts[i])
+            put_centre(s, n, i, centre);
     }
 }
 
 static void find_clusters(segment *s, const hsri_cluster_kernels *kernels)
 {
-    hsri_assign_args a = { s->points, HSRI_SEGMENT_TOKENS, s->n / 4, s->centres, s->bias, s->nearest };
+    hsri_assign_args a = { s->points, HSRI_SEGMENT_TOKENS, s->n / 4, s->centres, s->bias, HSRI_SEGMENT_CLUSTERS, s->nearest };
 
-    first_centres(s);
+    first_centres(s, HSRI_SEGMENT_CLUSTERS, s->points, HSRI_SEGMENT_TOKENS);
     for (uint32_t round = 1; round <= ROUNDS; round++) {
         kernels->assign(&a);
         add_up(s);
         if (round < ROUNDS)
-            move_centres(s);
+            move_centres(s, HSRI_SEGMENT_CLUSTERS, s->counts, s->sums);
     }
+}
+
+/* ---- families ---- */
+
+static void add_up_families(segment *s)
+{
+    memset(s->family_counts, 0, sizeof s->family_counts);
+    memset(s->family_sums, 0, sizeof s->family_sums);
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
+        s->family_counts[s->family[i]] += s->counts[i];
+        for (uint32_t c = 0; c < s->n; c++)
+            s->family_sums[s->family[i]][c] += s->sums[i][c];
+    }
+}
+
+/* Clusters are numbered family by family. */
+static void sort_clusters(segment *s)
+{
+    uint16_t number[HSRI_SEGMENT_CLUSTERS], next[HSRI_SEGMENT_FAMILIES + 1] = { 0 }, family[HSRI_SEGMENT_CLUSTERS];
+
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++)
+        next[s->family[i] + 1]++;
+    for (uint32_t f = 1; f < HSRI_SEGMENT_FAMILIES; f++)
+        next[f] = (uint16_t)(next[f] + next[f - 1]);
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
+        number[i] = next[s->family[i]]++;
+        family[number[i]] = s->family[i];
+    }
+    memcpy(s->family, family, sizeof family);
+    for (uint32_t t = 0; t < HSRI_SEGMENT_TOKENS; t++)
+        s->nearest[t] = number[s->nearest[t]];
+    add_up(s);
+}
+
+/* As clusters of tokens; each cluster weighs as many tokens as it has. */
+static void find_families(segment *s, const hsri_cluster_kernels *kernels)
+{
+    hsri_assign_args a = { s->cluster_points, HSRI_SEGMENT_CLUSTERS, s->n / 4, s->centres, s->bias, HSRI_SEGMENT_FAMILIES, s->family };
+
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++)
+        for (uint32_t c = 0; c < s->n; c++)
+            s->cluster_points[i * s->n + c] = (int8_t)(s->counts[i] ? divide(s->sums[i][c], s->counts[i]) : 0);
+    first_centres(s, HSRI_SEGMENT_FAMILIES, s->cluster_points, HSRI_SEGMENT_CLUSTERS);
+    for (uint32_t round = 1; round <= FAMILY_ROUNDS; round++) {
+        kernels->assign(&a);
+        add_up_families(s);
+        if (round < FAMILY_ROUNDS)
+            move_centres(s, HSRI_SEGMENT_FAMILIES, s->family_counts, s->family_sums);
+    }
+    sort_clusters(s);
 }
 
 /* ---- the record ---- */
@@ -232,24 +285,70 @@ static void write_positions(const segment *s, uint8_t *record)
         positions[next[s->nearest[t]]++] = (uint16_t)t;
 }
 
-/* Levels as those of the sketch: odd multiples of half a scale, which is wide enough for all. */
-static void write_component(const segment *s, uint32_t c, uint8_t *record)
+static void write_firsts(const segment *s, uint8_t *record)
 {
-    float    most = 0.0f, scale;
-    uint8_t *codes = record + s->at.codes + c / 8 * HSRI_SEGMENT_CLUSTERS * 4 + c % 4;
+    uint16_t *firsts = (uint16_t *)(record + s->at.firsts), *family_starts = (uint16_t *)(record + s->at.family_starts);
 
-    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
-        float x = s->counts[i] ? fabsf((float)s->sums[i][c] / (float)s->counts[i]) : 0.0f;
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++)
+        firsts[s->family[i] + 1]++;
+    for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f++) {
+        firsts[f + 1] = (uint16_t)(firsts[f] + firsts[f + 1]);
+        family_starts[f + 1] = (uint16_t)(family_starts[f] + s->family_counts[f]);
+    }
+}
+
+static float mean_of(const int32_t *sums, int32_t count, uint32_t c) { return count ? (float)sums[c] / (float)count : 0.0f; }
+
+/* A component of n centres, which are those from `row` on. Levels as those of the sketch: odd multiples of half a scale, which is wide
+ * enough for all. */
+static void write_component(const segment *s, uint32_t c, uint32_t n, const int32_t *counts, const int32_t (*sums)[MAX_COMPONENTS],
+                            uint32_t row, float *scales, uint8_t *record)
+{
+    float    most = 0.0f;
+    uint8_t *codes = record + s->at.codes + (c / 8 * HSRI_SEGMENT_CENTRES + row) * 4 + c % 4;
+
+    for (uint32_t i = 0; i < n; i++) {
+        float x = fabsf(mean_of(sums[i], counts[i], c));
 
         most = x > most ? x : most;
     }
-    scale = most / 7.5f * s->step;
-    memcpy(record + s->at.scales + c * sizeof scale, &scale, sizeof scale);
-    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
-        float   x = s->counts[i] && most > 0.0f ? (float)s->sums[i][c] / (float)s->counts[i] * (7.5f / most) + 8.0f : 8.0f;
+    scales[c] = most / 7.5f * s->step;
+    for (uint32_t i = 0; i < n; i++) {
+        float   x = counts[i] && most > 0.0f ? mean_of(sums[i], counts[i], c) * (7.5f / most) + 8.0f : 8.0f;
         uint8_t code = (uint8_t)(x < 0.0f ? 0.0f : x > 15.0f ? 15.0f : x);
 
         codes[4 * i] |= (uint8_t)(code << c % 8 / 4 * 4);
+    }
+}
+
+static void write_centres(const segment *s, uint8_t *record)
+{
+    for (uint32_t c = 0; c < s->n; c++) {
+        write_component(s, c, HSRI_SEGMENT_CLUSTERS, s->counts, s->sums, 0, (float *)(record + s->at.scales), record);
+        write_component(s, c, HSRI_SEGMENT_FAMILIES, s->family_counts, s->family_sums, HSRI_SEGMENT_CLUSTERS,
+                        (float *)(record + s->at.family_scales), record);
+    }
+}
+
+/* How far the clusters of each family are off its centre, in sixteenths of the families' scales. */
+static void write_family_spreads(const segment *s, uint8_t *record)
+{
+    const float *scales = (const float *)(record + s->at.family_scales);
+    float        squares[HSRI_SEGMENT_FAMILIES] = { 0 }, all = 0.0f;
+
+    for (uint32_t c = 0; c < s->n && s->step > 1e-30f; c++)
+        all += scales[c] / s->step * (scales[c] / s->step);
+    for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++)
+        for (uint32_t c = 0; c < s->n; c++) {
+            uint32_t f = s->family[i];
+            float    off = mean_of(s->sums[i], s->counts[i], c) - mean_of(s->family_sums[f], s->family_counts[f], c);
+
+            squares[f] += off * off * (float)s->counts[i];
+        }
+    for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f++) {
+        float spread = s->family_counts[f] && all > 0.0f ? 16.0f * sqrtf(squares[f] / (float)s->family_counts[f] / all) : 0.0f;
+
+        record[s->at.spreads + HSRI_SEGMENT_CLUSTERS + f] = (uint8_t)(spread < 255.0f ? spread + 0.5f : 255.0f);
     }
 }
 
@@ -259,7 +358,7 @@ static void read_centre(const segment *s, const uint8_t *record, uint32_t i, flo
     const float *scales = (const float *)(record + s->at.scales);
 
     for (uint32_t c = 0; c < s->n; c++) {
-        uint32_t code = record[s->at.codes + (c / 8 * HSRI_SEGMENT_CLUSTERS + i) * 4 + c % 4] >> c % 8 / 4 * 4 & 15;
+        uint32_t code = record[s->at.codes + (c / 8 * HSRI_SEGMENT_CENTRES + i) * 4 + c % 4] >> c % 8 / 4 * 4 & 15;
 
         centre[c] = s->step > 1e-30f ? ((float)code - 7.5f) * scales[c] / s->step : 0.0f;
     }
@@ -353,8 +452,9 @@ static void write_record(const segment *s, uint8_t *record)
     memset(record, 0, s->at.positions);
     memcpy(record + s->at.mean, s->mean, s->shape->head_dim * sizeof *s->mean);
     write_positions(s, record);
-    for (uint32_t c = 0; c < s->n; c++)
-        write_component(s, c, record);
+    write_firsts(s, record);
+    write_centres(s, record);
+    write_family_spreads(s, record);
     write_tokens(s, record);
 }
 
@@ -399,6 +499,7 @@ static void cluster_run(const void *arg, uint64_t first, uint64_t end, uint32_t 
         find_entries(job, one, s);
         make_points(s, &calibration);
         find_clusters(s, &job->dev->kernels.sparse.cluster);
+        find_families(s, &job->dev->kernels.sparse.cluster);
         write_record(s, hsri_slot_at(job->pool, one->record, hsri_cluster_slot_bytes(s->shape)));
     }
 }

@@ -14,49 +14,103 @@ static inline void assign(const hsri_assign_args *a)
         int32_t       sums[HSRI_SEGMENT_CLUSTERS];
         uint32_t      best = 0;
 
-        memcpy(sums, a->bias, sizeof sums);
+        memcpy(sums, a->bias, a->n_centres * sizeof *sums);
         for (uint32_t q = 0; q < a->n_quads; q++) {
-            const uint8_t *line = a->centres + (uint64_t)q * HSRI_SEGMENT_CLUSTERS * 4;
+            const uint8_t *line = a->centres + (uint64_t)q * a->n_centres * 4;
 
-            for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
+            for (uint32_t i = 0; i < a->n_centres; i++) {
                 const int8_t *x = point + 4 * q;
 
                 sums[i] += x[0] * line[4 * i] + x[1] * line[4 * i + 1] + x[2] * line[4 * i + 2] + x[3] * line[4 * i + 3];
             }
         }
-        for (uint32_t i = 1; i < HSRI_SEGMENT_CLUSTERS; i++)
+        for (uint32_t i = 1; i < a->n_centres; i++)
             best = sums[i] > sums[best] ? i : best;
         a->nearest[p] = (uint16_t)best;
+    }
+}
+
+/* Logits of n <= HSRI_SEGMENT_CLUSTERS centres from `first` on. */
+static inline void centre_logits(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, uint32_t h, const float *scales,
+                                 uint32_t first, uint32_t n, float *logits)
+{
+    const float    *mean = (const float *)(a->record + at->mean);
+    const uint32_t *codes = (const uint32_t *)(a->record + at->codes) + first;
+    uint32_t        d = a->shape->head_dim;
+    float           base = dot_float(a->queries + (uint64_t)h * d, mean, d);
+
+    for (uint32_t i = 0; i < n; i++)
+        logits[i] = base;
+    for (uint32_t c = 0; c < at->n; c++) {
+        const uint32_t *set = codes + (uint64_t)c / 8 * HSRI_SEGMENT_CENTRES;
+        uint32_t        shift = c % 4 * 8 + c % 8 / 4 * 4;
+        float           weight = a->rotated[(uint64_t)h * d + c] * scales[c];
+
+        for (uint32_t i = 0; i < n; i++)
+            logits[i] += weight * ((float)(int32_t)(set[i] >> shift & 15) - 7.5f);
     }
 }
 
 static inline void score_clusters(const hsri_cluster_score_args *a)
 {
     hsri_cluster_layout at = hsri_cluster_layout_of(a->shape);
-    const float        *mean = (const float *)(a->record + at.mean), *scales = (const float *)(a->record + at.scales);
-    const uint16_t     *starts = (const uint16_t *)(a->record + at.starts);
-    const uint32_t     *codes = (const uint32_t *)(a->record + at.codes);
-    uint32_t            d = a->shape->head_dim;
+    const uint16_t     *all_starts = (const uint16_t *)(a->record + at.starts), *firsts = (const uint16_t *)(a->record + at.firsts);
 
     for (uint32_t h = 0; h < a->n_heads; h++) {
-        float logits[HSRI_SEGMENT_CLUSTERS], base = dot_float(a->queries + (uint64_t)h * d, mean, d), *mass = a->mass + h * a->mass_stride;
+        float logits[HSRI_SEGMENT_CLUSTERS], *mass = a->mass + h * a->mass_stride;
 
-        for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++)
-            logits[i] = base;
-        for (uint32_t c = 0; c < at.n; c++) {
-            const uint32_t *set = codes + (uint64_t)c / 8 * HSRI_SEGMENT_CLUSTERS;
-            uint32_t        shift = c % 4 * 8 + c % 8 / 4 * 4;
-            float           weight = a->rotated[(uint64_t)h * d + c] * scales[c];
-
-            for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++)
-                logits[i] += weight * ((float)(int32_t)(set[i] >> shift & 15) - 7.5f);
-        }
-        for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++)
-            mass[i] = starts[i + 1] == starts[i]
-                          ? 0.0f : as_mass((float)(starts[i + 1] - starts[i]) * expf(a->scale * logits[i] - a->reference[h]));
         a->sums[h] = 0.0f;
-        for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++)
-            a->sums[h] += mass[i];
+        for (hsri_cluster_run run = { 0 }; hsri_next_run(firsts, a->left_out, &run); mass += run.end - run.first) {
+            const uint16_t *starts = all_starts + run.first;
+            uint32_t        n = run.end - run.first;
+
+            centre_logits(a, &at, h, (const float *)(a->record + at.scales), run.first, n, logits);
+            for (uint32_t i = 0; i < n; i++)
+                mass[i] = starts[i + 1] == starts[i]
+                              ? 0.0f : as_mass((float)(starts[i + 1] - starts[i]) * expf(a->scale * logits[i] - a->reference[h]));
+            for (uint32_t i = 0; i < n; i++)
+                a->sums[h] += mass[i];
+        }
+    }
+}
+
+/* Log of what clusters that are off their family's centre have more than if they were there. As if logits were spread by `off`, but no more
+ * than in proportion to it: no cluster is farther than the farthest. */
+INLINE float family_gain(float off)
+{
+    float most = off < HSRI_FAMILY_GAIN ? off : HSRI_FAMILY_GAIN;
+
+    return most * (off - 0.5f * most);
+}
+
+/* How much the logit of a cluster that is one step of the families' spreads off its centre may differ. Not a number: nothing. */
+static inline float family_step(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, uint32_t h)
+{
+    const float *scales = (const float *)(a->record + at->family_scales), *rotated = a->rotated + (uint64_t)h * a->shape->head_dim;
+    float        squares = 0.0f;
+
+    for (uint32_t c = 0; c < at->n; c++)
+        squares += rotated[c] * scales[c] * (rotated[c] * scales[c]);
+    return squares < 1e30f ? sqrtf(squares) * fabsf(a->scale) / 16.0f : 0.0f;
+}
+
+static inline void score_families(const hsri_cluster_score_args *a)
+{
+    hsri_cluster_layout at = hsri_cluster_layout_of(a->shape);
+    const uint16_t     *starts = (const uint16_t *)(a->record + at.family_starts);
+    const uint8_t      *spreads = a->record + at.spreads + HSRI_SEGMENT_CLUSTERS;
+
+    for (uint32_t h = 0; h < a->n_heads; h++) {
+        float logits[HSRI_SEGMENT_FAMILIES], *mass = a->mass + h * a->mass_stride, step = family_step(a, &at, h);
+
+        centre_logits(a, &at, h, (const float *)(a->record + at.family_scales), HSRI_SEGMENT_CLUSTERS, HSRI_SEGMENT_FAMILIES, logits);
+        for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f++)
+            mass[f] = starts[f + 1] == starts[f] ? 0.0f
+                          : as_mass((float)(starts[f + 1] - starts[f]) *
+                                    expf(a->scale * logits[f] - a->reference[h] + family_gain(step * (float)spreads[f])));
+        a->sums[h] = 0.0f;
+        for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f++)
+            a->sums[h] += mass[f];
     }
 }
 
@@ -96,7 +150,7 @@ static inline void score_members(const hsri_member_score_args *a)
             weights[c] = a->rotated[(uint64_t)h * a->shape->head_dim + c] * scales[c] * a->scale;
         for (uint32_t i = 0; i < a->n_clusters; i++) {
             uint32_t k = a->clusters[i] % HSRI_SEGMENT_CLUSTERS, n = starts[k + 1] - (uint32_t)starts[k];
-            float    each = n ? a->cluster_mass[h * a->cluster_stride + k] / (float)n : 0.0f;
+            float    each = n ? a->cluster_mass[h * a->cluster_stride + a->places[i]] / (float)n : 0.0f;
 
             for (uint32_t first = starts[k]; first < starts[k + 1]; first += LANES) {
                 uint32_t part = starts[k + 1] - first < LANES ? starts[k + 1] - first : LANES;

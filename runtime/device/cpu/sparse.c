@@ -784,6 +784,7 @@ static pick_state describe_pick(const select_job *job, uint32_t i)
     p.n_recorded = hsri_cpu_recorded_pages(&p);
     p.n_segments = p.n_recorded / HSRI_SEGMENT_PAGES;
     p.all_clusters = hsri_cpu_takes_all_clusters(&p);
+    p.all_families = hsri_cpu_takes_all_families(&p);
     if (p.settings->scan_pages && p.n_rows == 1 && p.n_pages > 0 && index)
         p.scan = (uint32_t *)hsri_cpu_at(job->dev, p.settings->scan, 0) +
                  hsri_scan_at(job->kv->n_kv_heads, job->n_heads, p.settings->scan_pages, job->layer, 0);

@@ -1,11 +1,13 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Clusters before tokens (docs/sparse-attention.md): which tokens of whole segments `select` looks at, and their masses, which come from
- * the segments' records alone. Four loops:
+ * the segments' records alone. Loops:
  *
- *   survey   masses of all clusters, for each voting row and head; items are segments of kv heads
- *   weigh    what they are worth together; items are segments of kv heads
- *   list     the clusters worth most, as many as the candidates allow; items are kv heads of picks
- *   mark     the pages in which their tokens are; items are segments of kv heads
+ *   families  masses of all families, for each voting row and head; items are segments of kv heads
+ *   admit     the families whose clusters may be worth most, many times as many as the candidates allow; items are kv heads of picks
+ *   survey    masses of their clusters, for each voting row and head; items are segments of kv heads
+ *   weigh     what they are worth together; items are segments of kv heads
+ *   list      the clusters worth most, as many as the candidates allow; items are kv heads of picks
+ *   mark      the pages in which their tokens are; items are segments of kv heads
  *
  * The loops of sparse.c then go on with these pages alone and what lies behind the segments: what a token costs from there on does not
  * grow with the context. */
@@ -14,12 +16,18 @@
 #include <string.h>
 
 /* Estimates for one thread. */
+#define FAMILIES_NS 300u        /* of a segment for one head */
+#define ADMIT_NS 100u           /* for each segment */
 #define SURVEY_NS 2000u         /* of a segment for one head */
 #define WEIGH_NS 100u           /* of a segment for one head */
 #define LIST_NS 400u            /* for each segment */
 #define MARK_NS 200u            /* of a segment */
 
 #define CLUSTERS HSRI_SEGMENT_CLUSTERS
+#define FAMILIES HSRI_SEGMENT_FAMILIES
+
+/* Tokens of the families that are admitted, for each candidate. */
+#define ADMITTED 32u
 
 uint32_t hsri_cpu_recorded_pages(const pick_state *p)
 {
@@ -40,44 +48,70 @@ bool hsri_cpu_takes_all_clusters(const pick_state *p)
            candidates_of(p) >= (uint64_t)p->n_segments * HSRI_SEGMENT_TOKENS;
 }
 
+bool hsri_cpu_takes_all_families(const pick_state *p)
+{
+    return p->all_clusters || (uint64_t)candidates_of(p) * ADMITTED >= (uint64_t)p->n_segments * HSRI_SEGMENT_TOKENS;
+}
+
 /* ---- scratch ---- */
 
-static uint64_t round_up_floats(uint64_t n) { return hsri_round_up(n, 16); }
+/* Take n words, of 64 bytes each so that what is behind is aligned. Without a scratch only *used counts. */
+static void *take(float *scratch, uint64_t *used, uint64_t n)
+{
+    float *at = scratch ? scratch + *used : NULL;
+
+    *used += hsri_round_up(n, 16);
+    return at;
+}
+
+static void take_measures(measures *m, float *scratch, uint64_t *used, uint64_t n)
+{
+    m->sums = take(scratch, used, n);
+    m->raised = take(scratch, used, n);
+    m->share = take(scratch, used, n);
+}
+
+/* Of `rows` heads of votes and so many lists; returns how many floats they take. */
+static uint64_t place(select_job *job, float *scratch, uint64_t rows, uint64_t lists, uint64_t segments, uint64_t n_pages)
+{
+    uint64_t used = 0;
+
+    job->rest = take(scratch, &used, 4 * rows);
+    job->left_out = take(scratch, &used, 2 * lists * segments);
+    take_measures(&job->families, scratch, &used, rows * segments);
+    take_measures(&job->clusters, scratch, &used, rows * segments);
+    job->family_mass = take(scratch, &used, rows * segments * FAMILIES);
+    job->family_worth = take(scratch, &used, lists * segments * FAMILIES);
+    job->family_tokens = take(scratch, &used, lists * segments * FAMILIES);
+    job->family_clusters = take(scratch, &used, lists * segments * FAMILIES);
+    job->family_work = take(scratch, &used, 4 * lists * segments * FAMILIES);
+    job->first_surveyed = take(scratch, &used, lists * (segments + 1));
+    job->cluster_number = take(scratch, &used, lists * segments * CLUSTERS);
+    job->cluster_tokens = take(scratch, &used, lists * segments * CLUSTERS);
+    job->cluster_mass = take(scratch, &used, rows * segments * CLUSTERS);
+    job->cluster_worth = take(scratch, &used, lists * segments * CLUSTERS);
+    job->cluster_work = take(scratch, &used, 4 * lists * segments * CLUSTERS);
+    job->first_taken = take(scratch, &used, lists * (segments + 1));
+    job->first_listed = take(scratch, &used, lists * (segments + 1));
+    job->marks = take(scratch, &used, lists * segments * HSRI_MARK_WORDS);
+    job->listed = take(scratch, &used, lists * n_pages);
+    return used;
+}
 
 uint64_t hsri_cpu_cluster_floats(uint64_t n_votes, uint64_t n_heads, uint64_t n_kv_heads, uint64_t n_pages)
 {
-    uint64_t segments = n_pages / HSRI_SEGMENT_PAGES, rows = n_votes * n_heads, lists = n_votes * n_kv_heads;
+    select_job none;
 
-    return 32 + round_up_floats(4 * rows) + rows * segments * (CLUSTERS + 3) +
-           lists * (segments * (5 * CLUSTERS + SEGMENT_SETS + 2 + HSRI_MARK_WORDS) + 2 + n_pages);
+    return 16 + place(&none, NULL, n_votes * n_heads, n_votes * n_kv_heads, n_pages / HSRI_SEGMENT_PAGES, n_pages);
 }
 
 void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes)
 {
-    uint64_t rows = (uint64_t)n_votes * job->n_heads, lists = (uint64_t)n_votes * job->kv->n_kv_heads;
-    float   *next = (float *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
+    float *aligned = (float *)(((uintptr_t)scratch + 63) & ~(uintptr_t)63);
 
     job->max_segments = job->max_units / HSRI_SEGMENT_UNITS;
-    job->rest = (double *)next;
-    next += round_up_floats(4 * rows);
-    job->cluster_mass = next;
-    next += rows * job->max_segments * CLUSTERS;
-    job->cluster_worth = next;
-    next += lists * job->max_segments * CLUSTERS;
-    job->cluster_best = next;
-    next += lists * job->max_segments * SEGMENT_SETS;
-    job->cluster_work = (uint32_t *)next;
-    next += lists * job->max_segments * 4 * CLUSTERS;
-    job->cluster_sums = next;
-    next += rows * job->max_segments;
-    job->cluster_raised = next;
-    next += rows * job->max_segments;
-    job->cluster_share = next;
-    next += rows * job->max_segments;
-    job->first_taken = (uint32_t *)next;
-    job->first_listed = job->first_taken + lists * (job->max_segments + 1);
-    job->marks = job->first_listed + lists * (job->max_segments + 1);
-    job->listed = job->marks + lists * job->max_segments * HSRI_MARK_WORDS;
+    place(job, aligned, (uint64_t)n_votes * job->n_heads, (uint64_t)n_votes * job->kv->n_kv_heads, job->max_segments,
+          job->max_units / HSRI_PAGE_UNITS);
 }
 
 /* Segments of a head in a vote begin here. */
@@ -95,14 +129,29 @@ static const uint8_t *record_at(const select_job *job, const pick_state *p, uint
                         hsri_cluster_slot_bytes(&p->seq->index_shape));
 }
 
-/* ---- survey ---- */
+/* Segments of a kv head in a pick, and where they begin among those and one more for each list. */
+static uint64_t list_segments_at(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    return list_at(job, p, kv_head) * job->max_segments;
+}
+
+static uint64_t firsts_at(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    return list_at(job, p, kv_head) * (job->max_segments + 1);
+}
+
+/* ---- masses of families, and of clusters ---- */
+
+typedef void (*centre_score_fn)(const hsri_cluster_score_args *a);
 
 static uint64_t survey_items(const select_job *job, const pick_state *p) { return (uint64_t)job->kv->n_kv_heads * p->n_segments; }
+static uint64_t family_items(const select_job *job, const pick_state *p) { return p->all_families ? 0 : survey_items(job, p); }
 
-/* As the masses of tokens: a head whose masses are at their limit is scored again by a higher reference. */
-static void survey_raised(const select_job *job, hsri_cluster_score_args a, uint32_t h, uint64_t at)
+/* As the masses of tokens: a head whose masses are at their limit is scored again by a higher reference, which is a.reference[h] and has been
+ * raised by so much already. Returns by how much in the end. */
+static float score_raised(const select_job *job, hsri_cluster_score_args a, centre_score_fn score, uint32_t h, float raised)
 {
-    float reference = a.reference[h], raised = 0.0f;
+    float reference = a.reference[h];
 
     a.queries += (uint64_t)h * job->kv->head_dim;
     a.rotated += (uint64_t)h * job->kv->head_dim;
@@ -113,129 +162,137 @@ static void survey_raised(const select_job *job, hsri_cluster_score_args a, uint
     for (uint32_t i = 0; i < MAX_RAISES && *a.sums >= HSRI_MASS_MAX; i++) {
         raised += RAISE;
         reference += RAISE;
-        job->dev->kernels.sparse.cluster.score(&a);
+        score(&a);
     }
-    job->cluster_sums[at] = *a.sums;
-    job->cluster_raised[at] = raised;
+    return raised;
 }
 
-static void survey_vote(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote)
+/* Centres of a segment for all heads of a vote. References are raised as `before` says; NULL: they are not. */
+static void score_centres(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote,
+                          centre_score_fn score, hsri_cluster_score_args a, const measures *before, const measures *m)
 {
-    uint32_t row = row_of_vote(p, vote), d = job->kv->head_dim, head = kv_head * job->heads_per_kv;
-    float    references[HSRI_ATTEND_MAX_QUERIES], sums[HSRI_ATTEND_MAX_QUERIES];
-    hsri_cluster_score_args a = { .record = record_at(job, p, kv_head, segment), .shape = &p->seq->index_shape, .scale = job->scale,
-                                  .reference = references, .mass_stride = job->max_segments * CLUSTERS, .sums = sums };
+    uint32_t row = row_of_vote(p, vote), d = job->kv->head_dim;
+    float    references[HSRI_ATTEND_MAX_QUERIES], sums[HSRI_ATTEND_MAX_QUERIES], *mass = a.mass;
 
+    a.record = record_at(job, p, kv_head, segment);
+    a.shape = &p->seq->index_shape;
+    a.scale = job->scale;
+    a.reference = references;
+    a.sums = sums;
     for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
-        uint64_t query = ((uint64_t)row * job->n_heads + head + h0) * d;
+        uint32_t head = kv_head * job->heads_per_kv + h0;
+        uint64_t query = ((uint64_t)row * job->n_heads + head) * d;
 
         a.n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
         a.queries = job->queries + query;
         a.rotated = job->rotated + query;
-        a.mass = job->cluster_mass + (segments_at(job, p, vote, head + h0) + segment) * CLUSTERS;
+        a.mass = mass + h0 * a.mass_stride;
         for (uint32_t h = 0; h < a.n_heads; h++)
-            references[h] = reference_of(job, p, row, head + h0 + h);
-        job->dev->kernels.sparse.cluster.score(&a);
-        for (uint32_t h = 0; h < a.n_heads; h++)
-            survey_raised(job, a, h, segments_at(job, p, vote, head + h0 + h) + segment);
+            references[h] = reference_of(job, p, row, head + h) +
+                            (before ? before->raised[segments_at(job, p, vote, head + h) + segment] : 0.0f);
+        score(&a);
+        for (uint32_t h = 0; h < a.n_heads; h++) {
+            uint64_t at = segments_at(job, p, vote, head + h) + segment;
+
+            m->raised[at] = score_raised(job, a, score, h, before ? before->raised[at] : 0.0f);
+            m->sums[at] = sums[h];
+        }
     }
 }
 
-static void survey_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
-{
-    const select_job *job = arg;
-
-    (void)worker;
-    for (uint64_t item = first; item < end; item++) {
-        uint64_t          i = item;
-        const pick_state *p = find_pick(job, &i, survey_items);
-
-        for (uint32_t vote = 0; vote < p->n_votes; vote++)
-            survey_vote(job, p, (uint32_t)(i / p->n_segments), (uint32_t)(i % p->n_segments), vote);
-    }
-}
-
-/* ---- the best clusters ---- */
-
-static measure measure_clusters(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
+static measure measure_segments(const select_job *job, const pick_state *p, const measures *m, uint32_t vote, uint32_t head)
 {
     uint64_t at = segments_at(job, p, vote, head);
 
-    return measure_chunks(job->cluster_mass + at * CLUSTERS, job->cluster_sums + at, job->cluster_raised + at, p->n_segments,
+    return measure_chunks(job->cluster_mass + at * CLUSTERS, m->sums + at, m->raised + at, p->n_segments,
                           reference_of(job, p, row_of_vote(p, vote), head));
 }
 
-/* Worth of a cluster: its probability, summed over the voting rows and the heads of the group. */
-static void write_shares(const select_job *job, const pick_state *p)
+/* Worth is probability, summed over the voting rows and the heads of the group. */
+static void write_shares(const select_job *job, const pick_state *p, const measures *of)
 {
     for (uint32_t vote = 0; vote < p->n_votes; vote++)
         for (uint32_t head = 0; head < job->n_heads; head++) {
-            measure m = measure_clusters(job, p, vote, head);
-            float  *share = job->cluster_share + segments_at(job, p, vote, head);
+            measure m = measure_segments(job, p, of, vote, head);
+            float  *share = of->share + segments_at(job, p, vote, head);
 
             for (uint32_t i = 0; i < p->n_segments; i++)
                 share[i] = m.all > 0.0 ? (float)(chunk_factor(&m, i) / m.all) : 0.0f;
         }
 }
 
-static void weigh_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
+/* Of n masses of a segment, in rows of `stride` for each head in a vote. */
+static void weigh(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, const measures *m, const float *mass,
+                  uint64_t stride, uint64_t n, float *worth)
 {
-    uint64_t at = list_at(job, p, kv_head) * job->max_segments + segment;
-    float   *worth = job->cluster_worth + at * CLUSTERS;
-
-    memset(worth, 0, CLUSTERS * sizeof *worth);
+    memset(worth, 0, n * sizeof *worth);
     for (uint32_t vote = 0; vote < p->n_votes; vote++)
         for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++) {
-            uint64_t i = segments_at(job, p, vote, h) + segment;
+            float share = m->share[segments_at(job, p, vote, h) + segment];
 
-            if (job->cluster_share[i] > 0.0f)
-                job->dev->kernels.sparse.add_scaled(worth, job->cluster_share[i], job->cluster_mass + i * CLUSTERS, CLUSTERS);
+            if (share > 0.0f)
+                job->dev->kernels.sparse.add_scaled(worth, share, mass + segments_at(job, p, vote, h) / job->max_segments * stride, n);
         }
-    hsri_top_sets(&job->dev->kernels.sparse, worth, CLUSTERS, job->cluster_best + at * SEGMENT_SETS);
 }
 
-static void weigh_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+/* ---- families ---- */
+
+static void count_families(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
+{
+    const hsri_cluster_layout layout = hsri_cluster_layout_of(&p->seq->index_shape);
+    const uint8_t  *record = record_at(job, p, kv_head, segment);
+    const uint16_t *firsts = (const uint16_t *)(record + layout.firsts), *starts = (const uint16_t *)(record + layout.family_starts);
+    uint64_t        at = (list_segments_at(job, p, kv_head) + segment) * FAMILIES;
+
+    for (uint32_t f = 0; f < FAMILIES; f++) {
+        job->family_tokens[at + f] = starts[f + 1] - (uint32_t)starts[f];
+        job->family_clusters[at + f] = firsts[f + 1] - (uint32_t)firsts[f];
+    }
+}
+
+static void families_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
     const select_job *job = arg;
 
     (void)worker;
     for (uint64_t item = first; item < end; item++) {
         uint64_t          i = item;
-        const pick_state *p = find_pick(job, &i, survey_items);
+        const pick_state *p = find_pick(job, &i, family_items);
+        uint32_t          kv_head = (uint32_t)(i / p->n_segments), segment = (uint32_t)(i % p->n_segments);
 
-        if (!p->all_clusters)
-            weigh_segment(job, p, (uint32_t)(i / p->n_segments), (uint32_t)(i % p->n_segments));
+        for (uint32_t vote = 0; vote < p->n_votes; vote++) {
+            uint64_t                at = segments_at(job, p, vote, kv_head * job->heads_per_kv) + segment;
+            hsri_cluster_score_args a = { .mass = job->family_mass + at * FAMILIES, .mass_stride = job->max_segments * FAMILIES };
+
+            score_centres(job, p, kv_head, segment, vote, job->dev->kernels.sparse.cluster.score_families, a, NULL, &job->families);
+        }
+        count_families(job, p, kv_head, segment);
     }
 }
 
-/* Clusters that may be among the best of a list. */
+/* ---- the best of many ---- */
+
+/* What may be among the best of a list: clusters, or families. */
 typedef struct contest {
     const select_job *job;
     const pick_state *pick;
-    uint32_t     kv_head, n_clusters;
-    const float *worth, *best;
-    uint32_t    *index, *bits, *weight, n;      /* of those that take part: number, worth as a word, tokens */
+    uint32_t     kv_head, n_all, usual;         /* how many of them, with how many tokens on average */
+    const float *worth;
+    const uint32_t *tokens;
+    uint32_t    *index, *bits, *weight, n;      /* of those that take part: place, worth as a word, tokens */
     uint32_t    *rivals;                        /* which of these may be the last one taken */
 } contest;
 
-/* All clusters that are worth at least so much, in their order; returns how many tokens they have. */
+/* All that are worth at least so much, in their order; returns how many tokens they have. */
 static uint64_t enter(contest *c, float least)
 {
-    const uint32_t  starts_at = hsri_cluster_layout_of(&c->pick->seq->index_shape).starts;
-    const uint32_t  n = c->job->dev->kernels.sparse.reach(c->worth, c->n_clusters, least, c->index);
-    const uint16_t *starts = NULL;
-    uint32_t        segment = UINT32_MAX;
-    uint64_t        tokens = 0;
-    uint32_t       *index = c->index, *bits = c->bits, *weights = c->weight, n_in = 0;
+    const uint32_t n = c->job->dev->kernels.sparse.reach(c->worth, c->n_all, least, c->index);
+    uint64_t       tokens = 0;
+    uint32_t      *index = c->index, *bits = c->bits, *weights = c->weight, n_in = 0;
 
     for (uint32_t i = 0; i < n; i++) {
-        uint32_t k = index[i], weight;
+        uint32_t k = index[i], weight = c->tokens[k];
 
-        if (k / CLUSTERS != segment) {
-            segment = k / CLUSTERS;
-            starts = (const uint16_t *)(record_at(c->job, c->pick, c->kv_head, segment) + starts_at);
-        }
-        weight = starts[k % CLUSTERS + 1] - (uint32_t)starts[k % CLUSTERS];
         index[n_in] = k;
         weights[n_in] = weight;
         memcpy(&bits[n_in], &c->worth[k], sizeof *bits);
@@ -246,12 +303,15 @@ static uint64_t enter(contest *c, float least)
     return tokens;
 }
 
-/* First by a bar that as many clusters reach as there would be of twice the usual size, since those are worth more: that leaves few.
- * If they have too few tokens, by a lower one, and then all enter. */
-static uint64_t enter_best(contest *c, uint32_t limit)
+/* First by a bar that as many reach as there would be of twice the usual size, since those are worth more: that leaves few. If they have
+ * too few tokens, by a lower one, and then all enter. */
+static uint64_t enter_best(contest *c, uint64_t limit)
 {
-    for (uint32_t size = 2 * HSRI_SEGMENT_TOKENS / CLUSTERS; size > 1; size /= 2) {
-        float    least = hsri_top_bar(c->best, c->n_clusters / HSRI_TOP_SET, limit / size + 1, c->index);
+    float   *best = (float *)c->rivals;
+    uint32_t n_sets = hsri_top_sets(&c->job->dev->kernels.sparse, c->worth, c->n_all, best);
+
+    for (uint32_t size = 2 * c->usual; size > c->usual / 8; size /= 2) {
+        float    least = hsri_top_bar(best, n_sets, (uint32_t)(limit / size + 1), c->index);
         uint64_t tokens = enter(c, least);
 
         if (tokens > limit || least == 0.0f)
@@ -291,7 +351,7 @@ static uint32_t find_bar(const contest *c, uint64_t *left)
 
 /* Take the best clusters until the next one would have too many tokens; of equals, the first ones. What is taken comes first in
  * c->index. */
-static void take_best(contest *c, uint32_t limit)
+static void take_best(contest *c, uint64_t limit)
 {
     uint64_t left = limit;
     uint32_t n = 0, bar = 0;
@@ -312,53 +372,184 @@ static void take_best(contest *c, uint32_t limit)
 
 static void take_all(contest *c)
 {
-    for (uint32_t k = 0; k < c->n_clusters; k++)
+    for (uint32_t k = 0; k < c->n_all; k++)
         c->index[k] = k;
-    c->n = c->n_clusters;
+    c->n = c->n_all;
+}
+
+static uint64_t list_items(const select_job *job, const pick_state *p) { return p->n_segments ? job->kv->n_kv_heads : 0; }
+
+/* ---- admit ---- */
+
+/* Families that are worth most for each token. */
+static void admit_best(const select_job *job, const pick_state *p, uint32_t kv_head, uint64_t *left_out)
+{
+    uint64_t  at = list_segments_at(job, p, kv_head) * FAMILIES, most = job->max_segments * FAMILIES;
+    uint32_t *work = job->family_work + 4 * at;
+    float    *worth = job->family_worth + at;
+    contest   c = { .job = job, .pick = p, .kv_head = kv_head, .n_all = p->n_segments * FAMILIES, .usual = HSRI_SEGMENT_TOKENS / FAMILIES,
+                    .worth = worth, .tokens = job->family_tokens + at,
+                    .index = work, .bits = work + most, .weight = work + 2 * most, .rivals = work + 3 * most };
+
+    for (uint32_t segment = 0; segment < p->n_segments; segment++)
+        weigh(job, p, kv_head, segment, &job->families, job->family_mass + (uint64_t)segment * FAMILIES, most, FAMILIES,
+              worth + (uint64_t)segment * FAMILIES);
+    for (uint32_t f = 0; f < c.n_all; f++)
+        worth[f] = c.tokens[f] ? worth[f] / (float)c.tokens[f] : HSRI_NO_WORTH;
+    take_best(&c, (uint64_t)candidates_of(p) * ADMITTED);
+    memset(left_out, 0xff, p->n_segments * sizeof *left_out);
+    for (uint32_t i = 0; i < c.n; i++)
+        left_out[c.index[i] / FAMILIES] &= ~(1ull << c.index[i] % FAMILIES);
+}
+
+static uint32_t clusters_in(const uint32_t *family_clusters, uint64_t left_out)
+{
+    uint32_t n = 0;
+
+    for (uint64_t in = ~left_out; in; in &= in - 1)
+        n += family_clusters[__builtin_ctzll(in)];
+    return n;
+}
+
+static void admit_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const select_job *job = arg;
+
+    (void)worker;
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t          i = item;
+        const pick_state *p = find_pick(job, &i, list_items);
+        uint64_t          at = list_segments_at(job, p, (uint32_t)i), *left_out = job->left_out + at;
+        uint32_t         *surveyed = job->first_surveyed + firsts_at(job, p, (uint32_t)i);
+
+        if (p->all_families)
+            memset(left_out, 0, p->n_segments * sizeof *left_out);
+        else
+            admit_best(job, p, (uint32_t)i, left_out);
+        surveyed[0] = 0;
+        for (uint32_t segment = 0; segment < p->n_segments; segment++)
+            surveyed[segment + 1] = surveyed[segment] + (p->all_families ? CLUSTERS
+                                        : clusters_in(job->family_clusters + (at + segment) * FAMILIES, left_out[segment]));
+    }
+}
+
+/* ---- survey ---- */
+
+/* Masses of the families that are left out, in the measure of the clusters. */
+static void add_left_out(const select_job *job, const pick_state *p, uint32_t head, uint32_t segment, uint32_t vote, uint64_t left_out)
+{
+    uint64_t     at = segments_at(job, p, vote, head) + segment;
+    const float *mass = job->family_mass + at * FAMILIES;
+    double       rest = (double)job->families.sums[at];
+
+    for (uint64_t in = ~left_out; in; in &= in - 1)
+        rest -= (double)mass[__builtin_ctzll(in)];
+    if (rest > 0.0 && left_out)
+        job->clusters.sums[at] += (float)rest * factor_of(job->families.raised[at], job->clusters.raised[at]);
+}
+
+static void write_clusters(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint64_t left_out)
+{
+    const hsri_cluster_layout layout = hsri_cluster_layout_of(&p->seq->index_shape);
+    const uint8_t  *record = record_at(job, p, kv_head, segment);
+    const uint16_t *starts = (const uint16_t *)(record + layout.starts);
+    uint64_t        at = list_segments_at(job, p, kv_head) * CLUSTERS + job->first_surveyed[firsts_at(job, p, kv_head) + segment];
+
+    for (hsri_cluster_run run = { 0 }; hsri_next_run((const uint16_t *)(record + layout.firsts), left_out, &run); )
+        for (uint32_t k = run.first; k < run.end; k++, at++) {
+            job->cluster_number[at] = segment * CLUSTERS + k;
+            job->cluster_tokens[at] = starts[k + 1] - (uint32_t)starts[k];
+        }
+}
+
+static void survey_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
+{
+    const uint32_t *surveyed = job->first_surveyed + firsts_at(job, p, kv_head) + segment;
+    uint64_t        left_out = job->left_out[list_segments_at(job, p, kv_head) + segment];
+
+    for (uint32_t vote = 0; vote < p->n_votes; vote++) {
+        hsri_cluster_score_args a = { .mass_stride = job->max_segments * CLUSTERS, .left_out = left_out };
+
+        a.mass = job->cluster_mass + segments_at(job, p, vote, kv_head * job->heads_per_kv) * CLUSTERS + surveyed[0];
+        score_centres(job, p, kv_head, segment, vote, job->dev->kernels.sparse.cluster.score, a, p->all_families ? NULL : &job->families,
+                      &job->clusters);
+        for (uint32_t h = 0; h < job->heads_per_kv && left_out; h++)
+            add_left_out(job, p, kv_head * job->heads_per_kv + h, segment, vote, left_out);
+    }
+    write_clusters(job, p, kv_head, segment, left_out);
+}
+
+static void survey_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const select_job *job = arg;
+
+    (void)worker;
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t          i = item;
+        const pick_state *p = find_pick(job, &i, survey_items);
+
+        survey_segment(job, p, (uint32_t)(i / p->n_segments), (uint32_t)(i % p->n_segments));
+    }
+}
+
+static void weigh_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const select_job *job = arg;
+
+    (void)worker;
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t          i = item, most = job->max_segments * CLUSTERS;
+        const pick_state *p = find_pick(job, &i, survey_items);
+        uint32_t          kv_head = (uint32_t)(i / p->n_segments), segment = (uint32_t)(i % p->n_segments);
+        const uint32_t   *surveyed = job->first_surveyed + firsts_at(job, p, kv_head) + segment;
+
+        if (!p->all_clusters)
+            weigh(job, p, kv_head, segment, &job->clusters, job->cluster_mass + surveyed[0], most, surveyed[1] - surveyed[0],
+                  job->cluster_worth + list_at(job, p, kv_head) * most + surveyed[0]);
+    }
 }
 
 /* ---- lists ---- */
 
-/* Mass of the clusters that are not taken: c->index has those that are, ascending. */
-static void write_rest(const contest *c, uint32_t vote, uint32_t head)
+static uint64_t work_at(const select_job *job, const pick_state *p, uint32_t kv_head)
 {
-    double  *rest = c->job->rest + 2 * ((uint64_t)(c->pick->first_vote + vote) * c->job->n_heads + head), taken = 0.0;
+    return 4 * list_segments_at(job, p, kv_head) * CLUSTERS;
+}
+
+/* The clusters taken, as numbers among all. */
+static uint32_t *taken_at(const select_job *job, const pick_state *p, uint32_t kv_head)
+{
+    return job->cluster_work + work_at(job, p, kv_head) + 3 * job->max_segments * CLUSTERS;
+}
+
+/* Mass of the clusters that are not taken: c->index has those that are, `taken` their numbers. */
+static void write_rest(const contest *c, const uint32_t *taken, uint32_t vote, uint32_t head)
+{
+    double  *rest = c->job->rest + 2 * ((uint64_t)(c->pick->first_vote + vote) * c->job->n_heads + head), sum = 0.0;
     measure  m;
 
     rest[0] = rest[1] = 0.0;
     if (c->pick->all_clusters)
         return;
-    m = measure_clusters(c->job, c->pick, vote, head);
+    m = measure_segments(c->job, c->pick, &c->job->clusters, vote, head);
     for (uint32_t i = 0; i < c->n; i++)
-        taken += (double)(m.mass[c->index[i]] * chunk_factor(&m, c->index[i] / CLUSTERS));
-    rest[0] = m.all > 0.0 ? m.all - m.exact - taken : 0.0;
+        sum += (double)(m.mass[c->index[i]] * chunk_factor(&m, taken[i] / CLUSTERS));
+    rest[0] = m.all > 0.0 ? m.all - m.exact - sum : 0.0;
     rest[1] = (double)m.top;
 }
 
-static uint64_t taken_at(const select_job *job, const pick_state *p, uint32_t kv_head)
+/* Where the clusters of each segment begin among those taken; their places become those in their segment. */
+static void write_firsts(const contest *c, const uint32_t *taken)
 {
-    return list_at(job, p, kv_head) * (job->max_segments + 1);
-}
+    uint64_t        at = firsts_at(c->job, c->pick, c->kv_head);
+    const uint32_t *surveyed = c->job->first_surveyed + at;
+    uint32_t       *first = c->job->first_taken + at, n = 0;
 
-static uint64_t work_at(const select_job *job, const pick_state *p, uint32_t kv_head)
-{
-    return 4 * list_at(job, p, kv_head) * job->max_segments * CLUSTERS;
-}
-
-/* Where the clusters of each segment begin among those taken. */
-static void write_firsts(const contest *c)
-{
-    uint32_t *first = c->job->first_taken + taken_at(c->job, c->pick, c->kv_head), n = 0;
-
-    for (uint32_t segment = 0; segment < c->pick->n_segments; segment++) {
-        first[segment] = n;
-        while (n < c->n && c->index[n] / CLUSTERS == segment)
-            n++;
-    }
+    for (uint32_t segment = 0; segment < c->pick->n_segments; segment++)
+        for (first[segment] = n; n < c->n && taken[n] / CLUSTERS == segment; n++)
+            c->index[n] -= surveyed[segment];
     first[c->pick->n_segments] = n;
 }
-
-static uint64_t list_items(const select_job *job, const pick_state *p) { return p->n_segments ? job->kv->n_kv_heads : 0; }
 
 static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
@@ -368,20 +559,24 @@ static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
     for (uint64_t item = first; item < end; item++) {
         uint64_t          i = item, most = job->max_segments * CLUSTERS;
         const pick_state *p = find_pick(job, &i, list_items);
-        uint32_t          kv_head = (uint32_t)i, *work = job->cluster_work + work_at(job, p, kv_head);
-        contest           c = { .job = job, .pick = p, .kv_head = kv_head, .n_clusters = p->n_segments * CLUSTERS,
+        uint32_t          kv_head = (uint32_t)i, *work = job->cluster_work + work_at(job, p, kv_head), *taken = taken_at(job, p, kv_head);
+        const uint32_t   *numbers = job->cluster_number + list_at(job, p, kv_head) * most;
+        contest           c = { .job = job, .pick = p, .kv_head = kv_head, .usual = HSRI_SEGMENT_TOKENS / CLUSTERS,
+                                .n_all = job->first_surveyed[firsts_at(job, p, kv_head) + p->n_segments],
                                 .worth = job->cluster_worth + list_at(job, p, kv_head) * most,
-                                .best = job->cluster_best + list_at(job, p, kv_head) * job->max_segments * SEGMENT_SETS,
+                                .tokens = job->cluster_tokens + list_at(job, p, kv_head) * most,
                                 .index = work, .bits = work + most, .weight = work + 2 * most, .rivals = work + 3 * most };
 
         if (p->all_clusters)
             take_all(&c);
         else
             take_best(&c, candidates_of(p));
-        write_firsts(&c);
+        for (uint32_t k = 0; k < c.n; k++)
+            taken[k] = numbers[c.index[k]];
         for (uint32_t vote = 0; vote < p->n_votes; vote++)
             for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++)
-                write_rest(&c, vote, h);
+                write_rest(&c, taken, vote, h);
+        write_firsts(&c, taken);
     }
 }
 
@@ -399,7 +594,7 @@ static uint32_t *listed_at(const select_job *job, const pick_state *p, uint32_t 
 
 static uint32_t *first_listed_at(const select_job *job, const pick_state *p, uint32_t kv_head)
 {
-    return job->first_listed + list_at(job, p, kv_head) * (job->max_segments + 1);
+    return job->first_listed + firsts_at(job, p, kv_head);
 }
 
 static void mark_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
@@ -407,8 +602,7 @@ static void mark_segment(const select_job *job, const pick_state *p, uint32_t kv
     const hsri_cluster_layout layout = hsri_cluster_layout_of(&p->seq->index_shape);
     const uint8_t  *record = record_at(job, p, kv_head, segment);
     const uint16_t *starts = (const uint16_t *)(record + layout.starts), *positions = (const uint16_t *)(record + layout.positions);
-    const uint32_t *taken = job->first_taken + taken_at(job, p, kv_head) + segment;
-    const uint32_t *clusters = job->cluster_work + work_at(job, p, kv_head);
+    const uint32_t *taken = job->first_taken + firsts_at(job, p, kv_head) + segment, *clusters = taken_at(job, p, kv_head);
     uint32_t        marks[HSRI_MARK_WORDS];
 
     memset(marks, p->all_clusters ? 0xff : 0, sizeof marks);
@@ -495,13 +689,19 @@ static void list_pages(const select_job *job, const pick_state *p, uint32_t kv_h
 
 void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job)
 {
-    uint64_t n_surveys = all_items(job, survey_items), n_votes = job->n_picks ? job->picks[0].n_votes : 0;
+    uint64_t n_surveys = all_items(job, survey_items), n_families = all_items(job, family_items), n_lists = all_items(job, list_items);
+    uint64_t n_heads = (job->n_picks ? job->picks[0].n_votes : 0) * (uint64_t)job->heads_per_kv;
 
-    hsri_cpu_run_items(dev, n_surveys, n_surveys * n_votes * job->heads_per_kv * SURVEY_NS, survey_run, job);
+    hsri_cpu_run_items(dev, n_families, n_families * n_heads * FAMILIES_NS, families_run, job);
     for (uint32_t i = 0; i < job->n_picks; i++)
-        write_shares(job, &job->picks[i]);
-    hsri_cpu_run_items(dev, n_surveys, n_surveys * n_votes * job->heads_per_kv * WEIGH_NS, weigh_run, job);
-    hsri_cpu_run_items(dev, all_items(job, list_items), n_surveys * LIST_NS, list_run, job);
+        if (!job->picks[i].all_families)
+            write_shares(job, &job->picks[i], &job->families);
+    hsri_cpu_run_items(dev, n_lists, n_families * ADMIT_NS, admit_run, job);
+    hsri_cpu_run_items(dev, n_surveys, n_surveys * n_heads * SURVEY_NS, survey_run, job);
+    for (uint32_t i = 0; i < job->n_picks; i++)
+        write_shares(job, &job->picks[i], &job->clusters);
+    hsri_cpu_run_items(dev, n_surveys, n_surveys * n_heads * WEIGH_NS, weigh_run, job);
+    hsri_cpu_run_items(dev, n_lists, n_surveys * LIST_NS, list_run, job);
     hsri_cpu_run_items(dev, n_surveys, n_surveys * MARK_NS, mark_run, job);
     for (uint32_t i = 0; i < job->n_picks; i++)
         for (uint32_t kv_head = 0; kv_head < job->kv->n_kv_heads && job->picks[i].n_segments; kv_head++)
@@ -510,16 +710,16 @@ void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job)
 
 /* ---- tokens of the clusters taken ---- */
 
-/* Of one head and n units; returns how much the reference was raised. Its clusters have been scored by a reference that may be higher than
+/* Of one head and n units, from masses in n_places; returns how much the reference was raised. Its clusters have been scored by a reference that may be higher than
  * its own, `raised`, and tokens may need one that is higher still. */
-static float members_raised(const select_job *job, hsri_member_score_args a, uint64_t n, float raised)
+static float members_raised(const select_job *job, hsri_member_score_args a, uint32_t n_places, uint64_t n, float raised)
 {
     const hsri_sparse_kernels *kernels = &job->dev->kernels.sparse;
     float cluster_mass[CLUSTERS];
 
     for (uint32_t i = 0; i < MAX_RAISES && kernels->sum(a.mass, n) >= HSRI_MASS_MAX; i++) {
         raised += RAISE;
-        for (uint32_t k = 0; k < CLUSTERS; k++)
+        for (uint32_t k = 0; k < n_places; k++)
             cluster_mass[k] = (i ? cluster_mass[k] : a.cluster_mass[k]) * expf(-RAISE);
         a.cluster_mass = cluster_mass;
         kernels->cluster.score_members(&a);
@@ -529,18 +729,20 @@ static float members_raised(const select_job *job, hsri_member_score_args a, uin
 
 static void score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote)
 {
-    const uint32_t *taken = job->first_taken + taken_at(job, p, kv_head) + segment;
+    const uint32_t *taken = job->first_taken + firsts_at(job, p, kv_head) + segment;
+    const uint32_t *surveyed = job->first_surveyed + firsts_at(job, p, kv_head) + segment;
     const uint32_t *listed = first_listed_at(job, p, kv_head) + segment;
     uint32_t        row = row_of_vote(p, vote), d = job->kv->head_dim, head = kv_head * job->heads_per_kv;
     hsri_member_score_args a = { .record = record_at(job, p, kv_head, segment), .shape = &p->seq->index_shape,
-                                 .clusters = job->cluster_work + work_at(job, p, kv_head) + taken[0], .n_clusters = taken[1] - taken[0],
+                                 .clusters = taken_at(job, p, kv_head) + taken[0], .n_clusters = taken[1] - taken[0],
+                                 .places = job->cluster_work + work_at(job, p, kv_head) + taken[0],
                                  .scale = job->scale, .cluster_stride = job->max_segments * CLUSTERS,
                                  .marks = marks_at(job, p, kv_head, segment), .mass_stride = job->max_units };
 
     for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
         a.n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
         a.rotated = job->rotated + ((uint64_t)row * job->n_heads + head + h0) * d;
-        a.cluster_mass = job->cluster_mass + (segments_at(job, p, vote, head + h0) + segment) * CLUSTERS;
+        a.cluster_mass = job->cluster_mass + segments_at(job, p, vote, head + h0) * CLUSTERS + surveyed[0];
         a.mass = job->mass + mass_at(job, p, vote, head + h0) + (uint64_t)listed[0] * HSRI_PAGE_UNITS;
         job->dev->kernels.sparse.cluster.score_members(&a);
         for (uint32_t h = 0; h < a.n_heads; h++) {
@@ -551,8 +753,8 @@ static void score_members(const select_job *job, const pick_state *p, uint32_t k
             one.cluster_mass += h * a.cluster_stride;
             one.mass += h * a.mass_stride;
             job->raised[chunk_at(job, p, vote, head + h0 + h) + segment] =
-                members_raised(job, one, (uint64_t)(listed[1] - listed[0]) * HSRI_PAGE_UNITS,
-                               job->cluster_raised[segments_at(job, p, vote, head + h0 + h) + segment]);
+                members_raised(job, one, surveyed[1] - surveyed[0], (uint64_t)(listed[1] - listed[0]) * HSRI_PAGE_UNITS,
+                               job->clusters.raised[segments_at(job, p, vote, head + h0 + h) + segment]);
         }
     }
 }
@@ -639,7 +841,7 @@ static void score_pages_of(const select_job *job, const uint32_t *pages, uint32_
     static const uint32_t everywhere[HSRI_MARK_WORDS] = { [0 ... HSRI_MARK_WORDS - 1] = UINT32_MAX };
     float units[HSRI_SEGMENT_UNITS], most = 0.0f;
     const hsri_member_score_args members = { .record = centres->record, .shape = centres->shape, .clusters = clusters,
-                                             .n_clusters = n_clusters, .n_heads = 1, .scale = centres->scale,
+                                             .places = clusters, .n_clusters = n_clusters, .n_heads = 1, .scale = centres->scale,
                                              .rotated = centres->rotated, .cluster_mass = centres->mass, .marks = everywhere,
                                              .mass = units };
 

@@ -32,9 +32,16 @@ typedef struct pick_state {
     uint32_t n_recorded;               /* of the selectable pages: the first ones, which are in segments that are read from records */
     uint32_t n_segments;               /* these, if clusters say which of their tokens are looked at */
     bool     all_clusters;             /* all are */
+    bool     all_families;             /* the clusters of all families compete for it */
     uint32_t *scan;                    /* where the layer's scan is noted; NULL: nowhere */
     bool     foreseen;                 /* its pages are those of the scan */
 } pick_state;
+
+/* Of the masses that each segment has for a head of a vote. */
+typedef struct measures {
+    float *sums, *raised;              /* [vote][head][segments] */
+    float *share;                      /* what a mass is worth */
+} measures;
 
 typedef struct select_job {
     const hsri_cpu_device *dev;
@@ -61,14 +68,20 @@ typedef struct select_job {
     uint8_t           *chosen;         /* [pick][kv head][pages], a bit for each unit */
     /* For picks with clusters. */
     uint64_t           max_segments;   /* 0: there are none */
-    float             *cluster_mass;   /* [vote][head][segments][clusters] */
-    float             *cluster_sums, *cluster_raised;   /* [vote][head][segments] */
-    float             *cluster_share;  /* [vote][head][segments]: what a mass is worth */
-    float             *cluster_worth;  /* [pick][kv head][segments][clusters] */
-    float             *cluster_best;   /* [pick][kv head][segments][SEGMENT_SETS]: the largest of sets of these */
-    uint32_t          *cluster_work;   /* [pick][kv head][4][segments][clusters], of which the first become
-                                        * those that are taken, ascending */
-    uint32_t          *first_taken;    /* [pick][kv head][segments + 1]: where those of a segment begin among them */
+    float             *family_mass;    /* [vote][head][segments][families] */
+    float             *family_worth;   /* [pick][kv head][segments][families]: for each token */
+    uint32_t          *family_tokens, *family_clusters;   /* [pick][kv head][segments][families]: how many of them they have */
+    uint32_t          *family_work;    /* [pick][kv head][4][segments][families] */
+    uint64_t          *left_out;       /* [pick][kv head][segments]: a bit for each family that is */
+    /* The clusters of the other ones lie side by side. */
+    uint32_t          *first_surveyed; /* [pick][kv head][segments + 1]: where those of a segment begin */
+    uint32_t          *cluster_number, *cluster_tokens;   /* [pick][kv head][clusters]: number among all, and how many tokens */
+    float             *cluster_mass;   /* [vote][head][clusters] */
+    float             *cluster_worth;  /* [pick][kv head][clusters] */
+    uint32_t          *cluster_work;   /* [pick][kv head][4][clusters], of which the first become places of those that are taken among
+                                        * those of their segment, ascending, and the last their numbers among all */
+    measures           families, clusters;
+    uint32_t          *first_taken;    /* [pick][kv head][segments + 1]: where those of a segment begin among those taken */
     uint32_t          *marks;          /* [pick][kv head][segments][HSRI_MARK_WORDS]: a bit for each page that is listed */
     uint32_t          *first_listed;   /* [pick][kv head][segments + 1]: where pages of a segment begin in the list */
     uint32_t          *listed;         /* [pick][kv head][pages]: the list */
@@ -171,7 +184,6 @@ static inline uint32_t page_at(const page_list *l, uint32_t i) { return l->pages
 
 /* ---- sparse.c ---- */
 
-#define SEGMENT_SETS (HSRI_SEGMENT_CLUSTERS / HSRI_TOP_SET)
 #define SEGMENT_CHUNKS (HSRI_SEGMENT_PAGES / HSRI_SCORE_PAGES)
 #define CHUNK_UNITS (HSRI_SCORE_PAGES * HSRI_PAGE_UNITS)
 
@@ -222,8 +234,9 @@ void hsri_cpu_cluster_place(select_job *job, float *scratch, uint32_t n_votes);
 /* Pages of whole segments. Their own components are not read: they may be gone. */
 uint32_t hsri_cpu_recorded_pages(const pick_state *p);
 
-/* Are all their tokens to be looked at? */
+/* Are all their tokens to be looked at? And all their clusters? */
 bool hsri_cpu_takes_all_clusters(const pick_state *p);
+bool hsri_cpu_takes_all_families(const pick_state *p);
 
 /* Which clusters of the segments of all picks are worth their tokens' scores. */
 void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job);

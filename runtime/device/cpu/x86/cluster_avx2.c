@@ -5,7 +5,6 @@
 #include "device/cpu/cluster_lanes.h"
 
 #define POINTS 2u               /* that share a pass over the centres */
-#define VECTORS (HSRI_SEGMENT_CLUSTERS / 8u)
 
 /* Components 0 and 2, or 1 and 3, of a point's quad in every lane. */
 static inline __m256i pair_of(const int8_t *quad)
@@ -17,6 +16,7 @@ INLINE void assign_points(const hsri_assign_args *a, uint32_t first, uint32_t n_
 {
     const int8_t *point = a->points + (uint64_t)first * n_quads * 4;
     const __m256i low = _mm256_set1_epi16(0xff);
+    const uint32_t n_vectors = a->n_centres / 8;
     __m256i       best[POINTS], where[POINTS], even[POINTS][HSRI_CLUSTER_COMPONENTS / 4], odd[POINTS][HSRI_CLUSTER_COMPONENTS / 4];
     __m256i       at = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
 
@@ -28,13 +28,13 @@ INLINE void assign_points(const hsri_assign_args *a, uint32_t first, uint32_t n_
             odd[p][q] = pair_of(point + (p * n_quads + q) * 4 + 1);
         }
     }
-    for (uint32_t v = 0; v < VECTORS; v++, at = _mm256_add_epi32(at, _mm256_set1_epi32(8))) {
+    for (uint32_t v = 0; v < n_vectors; v++, at = _mm256_add_epi32(at, _mm256_set1_epi32(8))) {
         __m256i sums[POINTS];
 
         for (uint32_t p = 0; p < POINTS; p++)
             sums[p] = _mm256_loadu_si256((const __m256i *)(a->bias + 8 * v));
         for (uint32_t q = 0; q < n_quads; q++) {
-            __m256i bytes = _mm256_load_si256((const __m256i *)(a->centres + ((uint64_t)q * VECTORS + v) * 32));
+            __m256i bytes = _mm256_load_si256((const __m256i *)(a->centres + ((uint64_t)q * n_vectors + v) * 32));
             __m256i evens = _mm256_and_si256(bytes, low), odds = _mm256_srli_epi16(bytes, 8);
 
             for (uint32_t p = 0; p < POINTS; p++)
@@ -71,5 +71,5 @@ static void assign_256(const hsri_assign_args *a)
 
 void hsri_cluster_kernels_fill_avx2(hsri_cluster_kernels *k)
 {
-    *k = (hsri_cluster_kernels){ assign_256, score_clusters, score_members };
+    *k = (hsri_cluster_kernels){ assign_256, score_clusters, score_families, score_members };
 }

@@ -13,5 +13,6 @@ static inline __m512i dot_bytes(__m512i acc, __m512i codes, __m512i weights)
 void hsri_cluster_kernels_fill_avx512(hsri_cluster_kernels *k)
 {
     k->score = score_clusters_512;
+    k->score_families = score_families_512;
     k->score_members = score_members_512;
 }

@@ -18,19 +18,20 @@ static inline uint16_t first_best(__m512i best, __m512i where)
 INLINE void assign_points(const hsri_assign_args *a, uint32_t first, uint32_t n_quads)
 {
     const int8_t *point = a->points + (uint64_t)first * n_quads * 4;
+    const uint32_t n_vectors = a->n_centres / 16;
     __m512i       best[POINTS], where[POINTS], at = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
 
     UNROLL for (uint32_t p = 0; p < POINTS; p++) {
         best[p] = _mm512_set1_epi32(INT32_MIN);
         where[p] = at;
     }
-    for (uint32_t v = 0; v < VECTORS; v++, at = _mm512_add_epi32(at, _mm512_set1_epi32(16))) {
+    for (uint32_t v = 0; v < n_vectors; v++, at = _mm512_add_epi32(at, _mm512_set1_epi32(16))) {
         __m512i sums[POINTS], bias = _mm512_loadu_si512(a->bias + 16 * v);
 
         UNROLL for (uint32_t p = 0; p < POINTS; p++)
             sums[p] = bias;
         UNROLL for (uint32_t q = 0; q < n_quads; q++) {
-            __m512i centres = _mm512_load_si512(a->centres + ((uint64_t)q * VECTORS + v) * 64);
+            __m512i centres = _mm512_load_si512(a->centres + ((uint64_t)q * n_vectors + v) * 64);
 
             UNROLL for (uint32_t p = 0; p < POINTS; p++) {
                 int32_t quad;
@@ -61,5 +62,5 @@ static void assign_512(const hsri_assign_args *a)
 
 void hsri_cluster_kernels_fill_avx512vnni(hsri_cluster_kernels *k)
 {
-    *k = (hsri_cluster_kernels){ assign_512, score_clusters_512, score_members_512 };
+    *k = (hsri_cluster_kernels){ assign_512, score_clusters_512, score_families_512, score_members_512 };
 }

@@ -9,7 +9,7 @@
 #define LOG2E 1.44269504f
 #define UNROLL _Pragma("GCC unroll 8")
 #define MAX_QUADS (HSRI_CLUSTER_COMPONENTS / 4u)
-#define VECTORS (HSRI_SEGMENT_CLUSTERS / 16u)
+#define SET_BYTES (HSRI_SEGMENT_CENTRES * 4u)
 #define HEADS 4u                /* that share a pass over the codes */
 #define LINES_AHEAD 8u          /* lines of codes that are fetched before their turn: sets are a page long, so nobody else would */
 
@@ -45,10 +45,10 @@ static inline float to_bytes(const float *weights, uint32_t n, int32_t *quads, i
 }
 
 /* Not a number becomes far below everything. */
-static void prepare_head(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, uint32_t h, cluster_head *head)
+static inline void prepare_head(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, uint32_t h, const float *scales,
+                                cluster_head *head)
 {
-    const float *mean = (const float *)(a->record + at->mean), *scales = (const float *)(a->record + at->scales);
-    const float *rotated = a->rotated + (uint64_t)h * a->shape->head_dim;
+    const float *mean = (const float *)(a->record + at->mean), *rotated = a->rotated + (uint64_t)h * a->shape->head_dim;
     float        factor = a->scale * LOG2E, weights[HSRI_CLUSTER_COMPONENTS], base;
     int32_t      sum;
 
@@ -62,60 +62,146 @@ static void prepare_head(const hsri_cluster_score_args *a, const hsri_cluster_la
     head->base = base > -1e30f ? (base < 1e30f ? base : 1e30f) : -1e30f;
 }
 
+/* Logs of 16 centres of n heads. */
+INLINE void centre_logs(const uint8_t *codes, __mmask16 mask, bool fetch, const cluster_head *heads, uint32_t n, uint32_t n_sets,
+                        __m512 *logs)
+{
+    const __m512i low4 = _mm512_set1_epi8(15);
+    __m512i       sums[HEADS];
+
+    UNROLL for (uint32_t h = 0; h < n; h++)
+        sums[h] = _mm512_setzero_si512();
+    UNROLL for (uint32_t s = 0; s < n_sets; s++) {
+        const uint8_t *line = codes + (uint64_t)s * SET_BYTES;
+        __m512i        bytes = _mm512_maskz_loadu_epi32(mask, line), low = _mm512_and_si512(bytes, low4);
+        __m512i        high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low4);
+
+        if (fetch)
+            _mm_prefetch((const char *)(line + LINES_AHEAD * 64), _MM_HINT_T0);
+        UNROLL for (uint32_t h = 0; h < n; h++) {
+            sums[h] = dot_bytes(sums[h], low, _mm512_set1_epi32(heads[h].quads[2 * s]));
+            sums[h] = dot_bytes(sums[h], high, _mm512_set1_epi32(heads[h].quads[2 * s + 1]));
+        }
+    }
+    UNROLL for (uint32_t h = 0; h < n; h++)
+        logs[h] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[h]), _mm512_set1_ps(heads[h].step), _mm512_set1_ps(heads[h].base));
+}
+
+/* What 16 sets of tokens have, from starts[0..16]. */
+INLINE __m512 tokens_of(const uint16_t *starts)
+{
+    __m256i from = _mm256_loadu_si256((const __m256i *)starts), to = _mm256_loadu_si256((const __m256i *)(starts + 1));
+
+    return _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(_mm256_sub_epi16(to, from)));
+}
+
+/* Without tokens there is no mass, however large an exponential. */
+INLINE __m512 mass_of(__m512 log, __m512 tokens)
+{
+    __mmask16 some = _mm512_cmp_ps_mask(tokens, _mm512_setzero_ps(), _CMP_GT_OQ);
+
+    return _mm512_maskz_min_ps(some, _mm512_mul_ps(exp2_16(log), tokens), _mm512_set1_ps(HSRI_MASS_MAX));
+}
+
+/* Lines of the runs' first clusters: they lie anywhere in the record. */
+INLINE void fetch_runs(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, uint32_t n_sets)
+{
+    for (hsri_cluster_run run = { 0 }; hsri_next_run((const uint16_t *)(a->record + at->firsts), a->left_out, &run); ) {
+        _mm_prefetch((const char *)(a->record + at->starts + run.first * 2), _MM_HINT_T0);
+        UNROLL for (uint32_t s = 0; s < n_sets; s++)
+            _mm_prefetch((const char *)(a->record + at->codes + s * SET_BYTES + run.first * 4), _MM_HINT_T0);
+    }
+}
+
 INLINE void score_vectors(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, const cluster_head *heads, uint32_t h0,
                           uint32_t n, uint32_t n_sets)
 {
-    const __m512i   low4 = _mm512_set1_epi8(15);
-    const uint8_t  *codes = a->record + at->codes;
-    const uint16_t *starts = (const uint16_t *)(a->record + at->starts);
+    const uint16_t *starts = (const uint16_t *)(a->record + at->starts), *firsts = (const uint16_t *)(a->record + at->firsts);
+    float          *out = a->mass + h0 * a->mass_stride;
     __m512          all[HEADS];
 
     UNROLL for (uint32_t h = 0; h < n; h++)
         all[h] = _mm512_setzero_ps();
-    for (uint32_t v = 0; v < VECTORS; v++) {
-        __m256i from = _mm256_loadu_si256((const __m256i *)(starts + 16 * v)),
-                to = _mm256_loadu_si256((const __m256i *)(starts + 16 * v + 1));
-        __m512  tokens = _mm512_cvtepi32_ps(_mm512_cvtepu16_epi32(_mm256_sub_epi16(to, from)));
-        __mmask16 some = _mm512_cmp_ps_mask(tokens, _mm512_setzero_ps(), _CMP_GT_OQ);
-        __m512i sums[HEADS];
+    if (a->left_out)
+        fetch_runs(a, at, n_sets);
+    for (hsri_cluster_run run = { 0 }; hsri_next_run(firsts, a->left_out, &run); ) {
+        for (uint32_t i = run.first; i < run.end; i += 16) {
+            __mmask16 mask = lanes(run.end - i);
+            __m512    logs[HEADS], tokens = _mm512_maskz_mov_ps(mask, tokens_of(starts + i));
 
-        UNROLL for (uint32_t h = 0; h < n; h++)
-            sums[h] = _mm512_setzero_si512();
-        UNROLL for (uint32_t s = 0; s < n_sets; s++) {
-            __m512i bytes = _mm512_load_si512(codes + ((uint64_t)s * VECTORS + v) * 64), low = _mm512_and_si512(bytes, low4);
-            __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low4);
-
-            _mm_prefetch((const char *)(codes + ((uint64_t)s * VECTORS + v + LINES_AHEAD) * 64), _MM_HINT_T0);
+            centre_logs(a->record + at->codes + i * 4, mask, i + 16 * LINES_AHEAD < run.end, heads, n, n_sets, logs);
             UNROLL for (uint32_t h = 0; h < n; h++) {
-                sums[h] = dot_bytes(sums[h], low, _mm512_set1_epi32(heads[h].quads[2 * s]));
-                sums[h] = dot_bytes(sums[h], high, _mm512_set1_epi32(heads[h].quads[2 * s + 1]));
-            }
-        }
-        UNROLL for (uint32_t h = 0; h < n; h++) {
-            __m512 logit = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[h]), _mm512_set1_ps(heads[h].step), _mm512_set1_ps(heads[h].base));
-            __m512 mass = _mm512_min_ps(_mm512_mul_ps(exp2_16(logit), tokens), _mm512_set1_ps(HSRI_MASS_MAX));
+                __m512 mass = mass_of(logs[h], tokens);
 
-            mass = _mm512_maskz_mov_ps(some, mass);
-            all[h] = _mm512_add_ps(all[h], mass);
-            _mm512_storeu_ps(a->mass + (h0 + h) * a->mass_stride + 16 * v, mass);
+                all[h] = _mm512_add_ps(all[h], mass);
+                _mm512_mask_storeu_ps(out + h * a->mass_stride, mask, mass);
+            }
+            out += run.end - i < 16 ? run.end - i : 16;
         }
     }
     UNROLL for (uint32_t h = 0; h < n; h++)
         a->sums[h0 + h] = _mm512_reduce_add_ps(all[h]);
 }
 
-INLINE void score_heads(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, const cluster_head *heads, uint32_t h0, uint32_t n)
+/* As family_gain, in logs to the base of two. */
+INLINE __m512 family_gain_512(__m512 off)
+{
+    __m512 most = _mm512_min_ps(off, _mm512_set1_ps(HSRI_FAMILY_GAIN));
+
+    return _mm512_mul_ps(_mm512_mul_ps(most, _mm512_set1_ps(LOG2E)), _mm512_fnmadd_ps(most, _mm512_set1_ps(0.5f), off));
+}
+
+INLINE void family_vectors(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, const cluster_head *heads, uint32_t h0,
+                           uint32_t n, uint32_t n_sets)
+{
+    const uint16_t *starts = (const uint16_t *)(a->record + at->family_starts);
+    const uint8_t  *spreads = a->record + at->spreads + HSRI_SEGMENT_CLUSTERS;
+    __m512          all[HEADS];
+    float           steps[HEADS];
+
+    UNROLL for (uint32_t h = 0; h < n; h++) {
+        all[h] = _mm512_setzero_ps();
+        steps[h] = family_step(a, at, h0 + h);
+    }
+    for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f += 16) {
+        __m512 logs[HEADS], tokens = tokens_of(starts + f);
+        __m512 spread = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(spreads + f))));
+
+        centre_logs(a->record + at->codes + (HSRI_SEGMENT_CLUSTERS + f) * 4, 0xffff, false, heads, n, n_sets, logs);
+        UNROLL for (uint32_t h = 0; h < n; h++) {
+            __m512 mass = mass_of(_mm512_add_ps(logs[h], family_gain_512(_mm512_mul_ps(spread, _mm512_set1_ps(steps[h])))), tokens);
+
+            all[h] = _mm512_add_ps(all[h], mass);
+            _mm512_storeu_ps(a->mass + (h0 + h) * a->mass_stride + f, mass);
+        }
+    }
+    UNROLL for (uint32_t h = 0; h < n; h++)
+        a->sums[h0 + h] = _mm512_reduce_add_ps(all[h]);
+}
+
+INLINE void score_heads(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, bool families, const cluster_head *heads,
+                        uint32_t h0, uint32_t n, uint32_t n_sets)
+{
+    if (families)
+        family_vectors(a, at, heads, h0, n, n_sets);
+    else
+        score_vectors(a, at, heads, h0, n, n_sets);
+}
+
+INLINE void score_sets(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, bool families, const cluster_head *heads,
+                       uint32_t h0, uint32_t n)
 {
     switch (at->n / 8) {
-    case 1:  score_vectors(a, at, heads, h0, n, 1); break;
-    case 2:  score_vectors(a, at, heads, h0, n, 2); break;
-    default: score_vectors(a, at, heads, h0, n, 3); break;
+    case 1:  score_heads(a, at, families, heads, h0, n, 1); break;
+    case 2:  score_heads(a, at, families, heads, h0, n, 2); break;
+    default: score_heads(a, at, families, heads, h0, n, 3); break;
     }
 }
 
-static void score_clusters_512(const hsri_cluster_score_args *a)
+INLINE void score_centres(const hsri_cluster_score_args *a, bool families)
 {
     hsri_cluster_layout at = hsri_cluster_layout_of(a->shape);
+    const float        *scales = (const float *)(a->record + (families ? at.family_scales : at.scales));
     uint32_t            csr = _mm_getcsr();
 
     /* As in the sketch's kernel: masses below the normal range are 0. */
@@ -125,16 +211,19 @@ static void score_clusters_512(const hsri_cluster_score_args *a)
         uint32_t     n = a->n_heads - h0 < HEADS ? a->n_heads - h0 : HEADS;
 
         for (uint32_t h = 0; h < n; h++)
-            prepare_head(a, &at, h0 + h, &heads[h]);
+            prepare_head(a, &at, h0 + h, scales, &heads[h]);
         switch (n) {
-        case 1:  score_heads(a, &at, heads, h0, 1); break;
-        case 2:  score_heads(a, &at, heads, h0, 2); break;
-        case 3:  score_heads(a, &at, heads, h0, 3); break;
-        default: score_heads(a, &at, heads, h0, 4); break;
+        case 1:  score_sets(a, &at, families, heads, h0, 1); break;
+        case 2:  score_sets(a, &at, families, heads, h0, 2); break;
+        case 3:  score_sets(a, &at, families, heads, h0, 3); break;
+        default: score_sets(a, &at, families, heads, h0, 4); break;
         }
     }
     _mm_setcsr(csr);
 }
+
+static void score_clusters_512(const hsri_cluster_score_args *a) { score_centres(a, false); }
+static void score_families_512(const hsri_cluster_score_args *a) { score_centres(a, true); }
 
 /* ---- members ---- */
 
@@ -256,7 +345,7 @@ INLINE void member_heads(const hsri_member_score_args *a, const hsri_cluster_lay
 
         fetch_members(a, at, i + AHEAD, n_sets);
         UNROLL for (uint32_t h = 0; h < n; h++)
-            each[h] = a->cluster_mass[(h0 + h) * a->cluster_stride + k] * share;
+            each[h] = a->cluster_mass[(h0 + h) * a->cluster_stride + a->places[i]] * share;
         for (uint32_t first = starts[k]; first < end; first += 16) {
             uint32_t  part = end - first < 16 ? end - first : 16;
             __m512    mass[HEADS] = { _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps() };
