@@ -297,7 +297,7 @@ class Session:
         model says afterwards means nothing. `progress(done, n)` is called now and then."""
         count, done = integer("n", n, 1, _INT32_MAX), 0
         while done < count:
-            part = min(count - done, 16384)
+            part = min(count - done, 32768)  # each part begins with reading what it samples from
             self._call(lib.hsr_session_fill, part, integer("seed", seed, 0, (1 << 64) - 1) + done)
             done += part
             if progress is not None:

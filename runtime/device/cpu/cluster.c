@@ -14,6 +14,7 @@
 #define FAMILY_ROUNDS 4u
 #define SEGMENT_NS 4000000u            /* of one thread, for estimates */
 #define MAX_COMPONENTS HSRI_CLUSTER_COMPONENTS
+#define SET 8u                         /* components of a dword of codes; there are whole sets, and loops of a fixed length are vectors */
 
 /* What a worker needs for a segment. */
 typedef struct segment {
@@ -185,8 +186,9 @@ static void add_up(segment *s)
         int32_t      *sums = s->sums[s->nearest[t]];
 
         s->counts[s->nearest[t]]++;
-        for (uint32_t c = 0; c < s->n; c++)
-            sums[c] += point[c];
+        for (uint32_t set = 0; set < s->n; set += SET)
+            for (uint32_t c = set; c < set + SET; c++)
+                sums[c] += point[c];
     }
 }
 
@@ -364,6 +366,15 @@ static void read_centre(const segment *s, const uint8_t *record, uint32_t i, flo
     }
 }
 
+/* What a token is off a centre, in components set .. set + SET - 1. */
+static inline void off_centre(const segment *s, uint32_t token, uint32_t set, const float *centre, float off[SET])
+{
+    const int8_t *point = s->points + (uint64_t)token * s->n + set;
+
+    for (uint32_t c = 0; c < SET; c++)
+        off[c] = (float)point[c] - centre[set + c];
+}
+
 /* Root of the mean square of what tokens are off their centres, of each component. */
 static void measure_off(const segment *s, const uint8_t *record, float *root)
 {
@@ -375,10 +386,12 @@ static void measure_off(const segment *s, const uint8_t *record, float *root)
 
         read_centre(s, record, i, centre);
         for (int32_t j = 0; j < s->counts[i]; j++)
-            for (uint32_t c = 0; c < s->n; c++) {
-                float off = (float)s->points[(uint64_t)positions[j] * s->n + c] - centre[c];
+            for (uint32_t set = 0; set < s->n; set += SET) {
+                float off[SET];
 
-                squares[c] += off * off;
+                off_centre(s, positions[j], set, centre, off);
+                for (uint32_t c = 0; c < SET; c++)
+                    squares[set + c] += off[c] * off[c];
             }
     }
     for (uint32_t c = 0; c < s->n; c++)
@@ -389,15 +402,22 @@ static void measure_off(const segment *s, const uint8_t *record, float *root)
 static float reach_of(const segment *s, const uint8_t *record, uint32_t i, const float *inverse)
 {
     const uint16_t *positions = (const uint16_t *)(record + s->at.positions) + ((const uint16_t *)(record + s->at.starts))[i];
-    float           centre[MAX_COMPONENTS], most = 0.0f;
+    float           centre[MAX_COMPONENTS], far[SET] = { 0 }, most = 0.0f;
 
     read_centre(s, record, i, centre);
     for (int32_t j = 0; j < s->counts[i]; j++)
-        for (uint32_t c = 0; c < s->n; c++) {
-            float off = fabsf((float)s->points[(uint64_t)positions[j] * s->n + c] - centre[c]) * inverse[c];
+        for (uint32_t set = 0; set < s->n; set += SET) {
+            float off[SET];
 
-            most = off > most ? off : most;
+            off_centre(s, positions[j], set, centre, off);
+            for (uint32_t c = 0; c < SET; c++) {
+                float x = fabsf(off[c]) * inverse[set + c];
+
+                far[c] = x > far[c] ? x : far[c];
+            }
         }
+    for (uint32_t c = 0; c < SET; c++)
+        most = far[c] > most ? far[c] : most;
     return most;
 }
 
@@ -410,12 +430,21 @@ static void write_members(const segment *s, uint32_t i, const float *inverse, fl
 
     read_centre(s, record, i, centre);
     for (int32_t j = 0; j < s->counts[i]; j++)
-        for (uint32_t c = 0; c < s->n; c++) {
-            float off = (float)s->points[(uint64_t)positions[j] * s->n + c] - centre[c];
-            float x = spread ? off * inverse[c] / (unit * (float)spread) + 8.0f : 8.0f;
+        for (uint32_t set = 0; set < s->n; set += SET) {
+            float    off[SET];
+            int32_t  code[SET];
+            uint32_t dword = 0;
 
-            codes[(c / 8 * (uint64_t)HSRI_SEGMENT_TOKENS + (uint32_t)j) * 4 + c % 4] |=
-                (uint8_t)((uint8_t)(x < 0.0f ? 0.0f : x > 15.0f ? 15.0f : x) << c % 8 / 4 * 4);
+            off_centre(s, positions[j], set, centre, off);
+            for (uint32_t c = 0; c < SET; c++) {
+                float x = spread ? off[c] * inverse[set + c] / (unit * (float)spread) + 8.0f : 8.0f;
+
+                x = x > 0.0f ? x : 0.0f;
+                code[c] = (int32_t)(x < 15.0f ? x : 15.0f);
+            }
+            for (uint32_t c = 0; c < SET / 2; c++)
+                dword |= (uint32_t)(code[c] | code[c + SET / 2] << 4) << 8 * c;
+            memcpy(codes + (set / SET * (uint64_t)HSRI_SEGMENT_TOKENS + (uint32_t)j) * 4, &dword, sizeof dword);
         }
 }
 
@@ -438,7 +467,6 @@ static void write_tokens(const segment *s, uint8_t *record)
 
         memcpy(record + s->at.token_scales + c * sizeof scale, &scale, sizeof scale);
     }
-    memset(record + s->at.tokens, 0, s->at.bytes - s->at.tokens);
     for (uint32_t i = 0; i < HSRI_SEGMENT_CLUSTERS; i++) {
         float spread = most > 0.0f ? ceilf(reach[i] / unit) : 0.0f;
 
