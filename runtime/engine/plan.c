@@ -109,24 +109,22 @@ typedef struct tally {
 static uint64_t memory_of(const paper *p, const tally *t) { return t->own + hsri_div_up(t->frames, p->per_block); }
 static uint64_t cold_of(const paper *p, const tally *t) { return hsri_div_up(t->homes, p->per_block); }
 
-/* Admit one more session. With a cold tier, as families are: in memory if that can be promised, else with homes. */
+/* Admit one more session. With a cold tier, as families are: in memory if that can be promised, else with homes; and if there is no room for
+ * what it works with, those before it are given homes, too, one after the other. */
 static void admit_one(const paper *p, uint64_t memory, tally *t, hsr_plan_result *r)
 {
     t->own += r->session_blocks;
-    if (!p->engine.tiers) {
-        r->n_resident++;
+    r->n_resident++;
+    if (!p->engine.tiers)
         return;
-    }
     t->own -= hsri_div_up(p->need.sealed, p->per_block);
-    tally resident = *t;
-    resident.frames += p->need.sealed;
-    if (memory_of(p, &resident) <= memory) {
-        *t = resident;
-        r->n_resident++;
-        return;
+    t->frames += p->need.sealed;
+    while (memory_of(p, t) > memory && r->n_resident > 0) {
+        t->frames -= p->need.sealed;
+        t->frames += hsri_kv_working_set(&p->engine.shape, &p->cache);
+        t->homes += p->need.sealed;
+        r->n_resident--;
     }
-    t->frames += hsri_kv_working_set(&p->engine.shape, &p->cache);
-    t->homes += p->need.sealed;
 }
 
 static void judge(const paper *p, const tally *t, uint32_t n_sessions, uint64_t memory, uint64_t cold, hsr_plan_result *r)

@@ -102,6 +102,17 @@ def test_exactly_what_is_planned_with_a_cold_tier(folder, tmp_path, session, n):
             append_all(folder / "q8.hsr", n, 4000, session, ram=short_ram * MIB, cold_size=short_cold * MIB, **engine)
 
 
+def test_memory_for_one_resident_session_is_enough_for_three(folder, tmp_path):
+    """The first one fits whole; for the others to come in, it must be ready to leave."""
+    session = {"kv": "int8", "window_size": 64, "rollback_tokens": 64}
+    options = {"context": 8000, "calibrated": False, "chunk": 64, "cold": str(tmp_path), "cold_size": "1GiB", **session}
+    one = hs.plan(folder / "q8.hsr", ram="1GiB", **options).memory_bytes
+    assert hs.plan(folder / "q8.hsr", ram=one, **options).n_resident == 1
+    three = hs.plan(folder / "q8.hsr", ram=one, sessions=3, **options)
+    assert three.fits and three.n_resident == 0 and three.memory_bytes <= one
+    append_all(folder / "q8.hsr", 3, 8000, session, ram=one, chunk=64, cold=str(tmp_path), cold_size="1GiB")
+
+
 def test_resident_as_long_as_memory_holds_them(folder, tmp_path):
     options = {"context": 8000, "chunk": 64, "window_size": 64, "rollback_tokens": 64, "cold": str(tmp_path), "cold_size": "1GiB"}
     one = hs.plan(folder / "q8.hsr", ram="1GiB", **options)
