@@ -448,7 +448,7 @@ static void check_family_scores(const world *w, const record *r, int32_t isa)
             off += pow((double)rotated[h * d + c] * (double)r->family_scales[c], 2);
         off = 0.125 * sqrt(off) / 16;
         for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f++) {
-            double logit = 0, step, spread = off * r->spreads[960 + f], most = fmin(spread, 0.5);
+            double logit = 0, step, spread = off * r->spreads[960 + f], most = fmin(spread, 1);
             int    n = r->family_starts[f + 1] - r->family_starts[f];
 
             for (uint32_t j = 0; j < d; j++)

@@ -57,7 +57,7 @@ static inline bool hsri_next_run(const uint16_t *firsts, uint64_t left_out, hsri
 }
 
 /* Of families: up to so much, what clusters are off the centre in logits counts by its square, beyond in proportion. */
-#define HSRI_FAMILY_GAIN 0.5f
+#define HSRI_FAMILY_GAIN 1.0f
 
 /* Units of a segment. */
 #define HSRI_SEGMENT_UNITS (HSRI_SEGMENT_TOKENS / HSRI_UNIT_TOKENS)
