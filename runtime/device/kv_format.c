@@ -59,15 +59,17 @@ hsri_cluster_layout hsri_cluster_layout_of(const hsri_index_shape *shape)
 {
     hsri_cluster_layout at = { .n = (uint32_t)hsri_min(HSRI_CLUSTER_COMPONENTS, shape->n_4bit + shape->n_2bit) };
 
-    at.scales = (uint32_t)(shape->head_dim * sizeof(float));
+    at.family_scales = (uint32_t)(shape->head_dim * sizeof(float));
+    at.family_starts = at.family_scales + at.n * (uint32_t)sizeof(float);
+    at.firsts = at.family_starts + (HSRI_SEGMENT_FAMILIES + 1) * (uint32_t)sizeof(uint16_t);
+    at.family_spreads = at.firsts + (HSRI_SEGMENT_FAMILIES + 1) * (uint32_t)sizeof(uint16_t);
+    at.family_codes = (uint32_t)hsri_round_up(at.family_spreads + HSRI_SEGMENT_FAMILIES, 64);
+    at.scales = at.family_codes + HSRI_SEGMENT_FAMILIES * at.n / 2;
     at.token_scales = at.scales + at.n * (uint32_t)sizeof(float);
-    at.family_scales = at.token_scales + at.n * (uint32_t)sizeof(float);
-    at.starts = at.family_scales + at.n * (uint32_t)sizeof(float);
-    at.firsts = at.starts + (HSRI_SEGMENT_CLUSTERS + 1) * (uint32_t)sizeof(uint16_t);
-    at.family_starts = at.firsts + (HSRI_SEGMENT_FAMILIES + 1) * (uint32_t)sizeof(uint16_t);
-    at.spreads = at.family_starts + (HSRI_SEGMENT_FAMILIES + 1) * (uint32_t)sizeof(uint16_t);
-    at.codes = (uint32_t)hsri_round_up(at.spreads + HSRI_SEGMENT_CENTRES, 64);
-    at.positions = at.codes + HSRI_SEGMENT_CENTRES * at.n / 2;
+    at.starts = at.token_scales + at.n * (uint32_t)sizeof(float);
+    at.spreads = at.starts + (HSRI_SEGMENT_CLUSTERS + 1) * (uint32_t)sizeof(uint16_t);
+    at.codes = (uint32_t)hsri_round_up(at.spreads + HSRI_SEGMENT_CLUSTERS, 64);
+    at.positions = at.codes + HSRI_SEGMENT_CLUSTERS * at.n / 2;
     at.tokens = at.positions + HSRI_SEGMENT_TOKENS * (uint32_t)sizeof(uint16_t);
     at.bytes = at.tokens + HSRI_SEGMENT_TOKENS * at.n / 2;
     return at;

@@ -133,28 +133,34 @@ uint32_t hsri_strip_slot_bytes(const hsri_index_shape *shape);
 #define HSRI_SEGMENT_STRIPS     (HSRI_SEGMENT_PAGES / HSRI_STRIP_PAGES)
 #define HSRI_SEGMENT_CLUSTERS   960u
 #define HSRI_SEGMENT_FAMILIES   64u     /* neighbouring clusters that have a common centre */
-#define HSRI_SEGMENT_CENTRES    (HSRI_SEGMENT_CLUSTERS + HSRI_SEGMENT_FAMILIES)
 #define HSRI_CLUSTER_COMPONENTS 24u     /* at most, and never more than the sketch has */
 
-/* Where the parts of a cluster record are:
+/* Where the parts of a cluster record are; first those that are read of every segment:
  *   mean       float[d]: mean key of the segment
- *   scales     float[n]: component c of a cluster's centre is that of the segment's mean + (code - 7.5) scales[c]; the components behind
- *              are the mean's
- *   token_scales   float[n]: component c of a token of cluster i is that of the centre + (code - 7.5) token_scales[c] spreads[i]
- *   family_scales  float[n]: of families' centres, as `scales`. Centres of the clusters of family f are off its own by
- *              family_scales[c] spreads[960 + f] / 16, as root of the mean square over its tokens and all components
- *   starts     uint16[961]: cluster i has positions [starts[i], starts[i + 1]); clusters may be empty
- *   firsts     uint16[65]: family f has clusters [firsts[f], firsts[f + 1]); families may be empty
+ *   family_scales  float[n]: component c of a family's centre is that of the segment's mean + (code - 7.5) family_scales[c]; the components
+ *              behind are the mean's
  *   family_starts  uint16[65]: starts[firsts[f]]
- *   spreads    uint8[1024]: of clusters, then of families
- *   codes      4 bits, sets of 8 components: dword i of set s has components 8s + 4j + k of centre i in nibble j of byte k; centres
- *              are those of the clusters, then those of the families
+ *   firsts     uint16[65]: family f has clusters [firsts[f], firsts[f + 1]); families may be empty
+ *   family_spreads uint8[64]: centres of the clusters of family f are off its own by family_scales[c] family_spreads[f] / 16, as root of
+ *              the mean square over its tokens and all components
+ *   family_codes   of the families' centres, 4 bits: hsri_centre_at
+ *   scales     float[n]: of clusters' centres, as family_scales
+ *   token_scales   float[n]: component c of a token of cluster i is that of the centre + (code - 7.5) token_scales[c] spreads[i]
+ *   starts     uint16[961]: cluster i has positions [starts[i], starts[i + 1]); clusters may be empty
+ *   spreads    uint8[960]
+ *   codes      of the clusters' centres
  *   positions  uint16[8192]: tokens of the segment, cluster by cluster, ascending within one
- *   tokens     of the token at each position, as `codes`: sets of 8192 dwords */
+ *   tokens     4 bits, sets of 8 components: dword i of set s has components 8s + 4j + k of the token at position i in nibble j of byte k;
+ *              sets are 8192 dwords */
 typedef struct hsri_cluster_layout {
     uint32_t n;                   /* components: a multiple of 8 */
-    uint32_t mean, scales, token_scales, family_scales, starts, firsts, family_starts, spreads, codes, positions, tokens, bytes;
+    uint32_t mean, family_scales, family_starts, firsts, family_spreads, family_codes, scales, token_scales, starts, spreads, codes;
+    uint32_t positions, tokens, bytes;
 } hsri_cluster_layout;
+
+/* The byte that has component c of centre i, in its high half where c % 8 > 3: sets of 8 components as of tokens, but of 16 centres, whose
+ * sets lie side by side. */
+static inline uint32_t hsri_centre_at(uint32_t n, uint32_t i, uint32_t c) { return (i / 16 * (n / 8) + c / 8) * 64 + i % 16 * 4 + c % 4; }
 
 hsri_cluster_layout hsri_cluster_layout_of(const hsri_index_shape *shape);
 

@@ -168,7 +168,7 @@ typedef struct record {
     uint32_t       n;
     const float   *mean, *scales, *token_scales, *family_scales;
     const uint16_t *starts, *firsts, *family_starts, *positions;
-    const uint8_t *codes, *spreads, *tokens;
+    const uint8_t *codes, *family_codes, *spreads, *family_spreads, *tokens;
 } record;
 
 static record read_record(const world *w, const uint8_t *pool, uint32_t i)
@@ -179,25 +179,38 @@ static record read_record(const world *w, const uint8_t *pool, uint32_t i)
 
     r.n = n < 24 ? n : 24;
     r.mean = (const float *)r.at;
-    r.scales = r.mean + d;
+    r.family_scales = r.mean + d;
+    r.family_starts = (const uint16_t *)(r.family_scales + r.n);
+    r.firsts = r.family_starts + 65;
+    r.family_spreads = (const uint8_t *)(r.firsts + 65);
+    r.family_codes = r.at + (4 * d + 4 * r.n + 2 * (65 + 65) + 64 + 63) / 64 * 64;
+    r.scales = (const float *)(r.family_codes + 32 * r.n);
     r.token_scales = r.scales + r.n;
-    r.family_scales = r.token_scales + r.n;
-    r.starts = (const uint16_t *)(r.family_scales + r.n);
-    r.firsts = r.starts + 961;
-    r.family_starts = r.firsts + 65;
-    r.spreads = (const uint8_t *)(r.family_starts + 65);
-    r.codes = r.at + (4 * d + 12 * r.n + 2 * (961 + 65 + 65) + 1024 + 63) / 64 * 64;
-    r.positions = (const uint16_t *)(r.codes + 512 * r.n);
+    r.starts = (const uint16_t *)(r.token_scales + r.n);
+    r.spreads = (const uint8_t *)(r.starts + 961);
+    r.codes = r.at + (r.spreads + 960 - r.at + 63) / 64 * 64;
+    r.positions = (const uint16_t *)(r.codes + 480 * r.n);
     r.tokens = (const uint8_t *)(r.positions + 8192);
     return r;
 }
 
+static double code_of(const record *r, const uint8_t *codes, uint32_t i, uint32_t c)
+{
+    uint8_t byte = codes[(i / 16 * (r->n / 8) + c / 8) * 64 + i % 16 * 4 + c % 4];
+
+    return (c % 8 < 4 ? byte & 15 : byte >> 4) - 7.5;
+}
+
 static double centre_of(const record *r, uint32_t i, uint32_t c, double *step)
 {
-    uint8_t byte = r->codes[(c / 8 * 1024 + i) * 4 + c % 4];
+    *step = (double)r->scales[c];
+    return code_of(r, r->codes, i, c) * *step;
+}
 
-    *step = (double)(i < 960 ? r->scales : r->family_scales)[c];
-    return ((c % 8 < 4 ? byte & 15 : byte >> 4) - 7.5) * *step;
+static double family_of(const record *r, uint32_t f, uint32_t c, double *step)
+{
+    *step = (double)r->family_scales[c];
+    return code_of(r, r->family_codes, f, c) * *step;
 }
 
 /* Component c of what the token at a position in the record is off its cluster's centre. */
@@ -317,11 +330,11 @@ static void check_families(const world *w, const record *r, uint32_t i)
                 squares += (means[k * r->n + c] - mean) * (means[k * r->n + c] - mean) * tokens;
                 about += means[k * r->n + c] * means[k * r->n + c] * tokens;
             }
-            worst = fmax(worst, fabs(centre_of(r, 960 + f, c, &step) - mean) - 0.51 * step);
+            worst = fmax(worst, fabs(family_of(r, f, c, &step) - mean) - 0.51 * step);
         }
         within += squares;
         if (n)
-            CHECK(fabs(sqrt(squares / n / unit) - r->spreads[960 + f] / 16.0) < 0.04);
+            CHECK(fabs(sqrt(squares / n / unit) - r->family_spreads[f] / 16.0) < 0.04);
     }
     CHECK(within < 0.7 * about);
     CHECK(worst < 0.01 * sqrt(about / HSRI_SEGMENT_TOKENS));
@@ -448,13 +461,13 @@ static void check_family_scores(const world *w, const record *r, int32_t isa)
             off += pow((double)rotated[h * d + c] * (double)r->family_scales[c], 2);
         off = 0.125 * sqrt(off) / 16;
         for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f++) {
-            double logit = 0, step, spread = off * r->spreads[960 + f], most = fmin(spread, 1);
+            double logit = 0, step, spread = off * r->family_spreads[f], most = fmin(spread, 1);
             int    n = r->family_starts[f + 1] - r->family_starts[f];
 
             for (uint32_t j = 0; j < d; j++)
                 logit += (double)queries[h * d + j] * (double)r->mean[j];
             for (uint32_t c = 0; c < r->n; c++)
-                logit += (double)rotated[h * d + c] * centre_of(r, 960 + f, c, &step);
+                logit += (double)rotated[h * d + c] * family_of(r, f, c, &step);
             if (n)
                 worst = fmax(worst, fabs(log((double)mass[h][f] / n) -
                                          (0.125 * logit - (double)references[h] + most * (spread - most / 2))));
@@ -556,7 +569,8 @@ static void check_members(const world *w, const record *r, int32_t isa)
             CHECK((want[u] > 0) == (mass[h][u] > 0.0f));
             worst = fmax(worst, want[u] > 0 ? fabs(log((double)mass[h][u] / want[u])) : 0);
         }
-        a = (hsri_member_score_args){ r->at, &w->shape, taken, places, TAKEN, 1, 0.125f, rotated + h * d, clusters[h], 0, all_pages, alone, 0 };
+        a = (hsri_member_score_args){ r->at, &w->shape, taken, places, TAKEN, 1, 0.125f, rotated + h * d, clusters[h], 0, all_pages,
+                                      alone, 0 };
         kernels.sparse.cluster.score_members(&a);
         CHECK(memcmp(alone, mass[h], sizeof alone) == 0);
     }

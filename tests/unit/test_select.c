@@ -487,7 +487,7 @@ static double member_logit(const world *w, const uint8_t *record, uint32_t k, ui
         logit += (double)w->queries[query * w->d + j] * (double)mean[j];
     for (uint32_t c = 0; c < at.n; c++) {
         uint32_t shift = c % 8 / 4 * 4, byte = c % 4;
-        int      centre = record[at.codes + (c / 8 * HSRI_SEGMENT_CENTRES + k) * 4 + byte] >> shift & 15;
+        int      centre = record[at.codes + (k / 16 * (at.n / 8) + c / 8) * 64 + k % 16 * 4 + byte] >> shift & 15;
         int      off = record[at.tokens + (c / 8 * HSRI_SEGMENT_TOKENS + token) * 4 + byte] >> shift & 15;
 
         logit += (double)w->rotated[query * w->d + c] *
@@ -995,7 +995,8 @@ static void check_scan(const world *w, const result *was, const result *r, uint3
 /* Nor where so few clusters have masses within range that lists are filled up with units that have none. */
 static bool can_foresee(const scenario *s)
 {
-    return (s->candidates != 500 || s->reach < 100) && !s->run && !s->n_forced && s->selector != HSRI_SELECT_CLASSIC && s->selector != HSRI_SELECT_RANDOM;
+    return (s->candidates != 500 || s->reach < 100) && !s->run && !s->n_forced && s->selector != HSRI_SELECT_CLASSIC &&
+           s->selector != HSRI_SELECT_RANDOM;
 }
 
 /* Guessing the same query among all pages is selecting; another one's choice is made among the pages of the scan. */

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Making cluster records (docs/sparse-attention.md): k-means over the tokens of a segment, as their sketches say where they are, and once
- * more over the clusters. Components are whole numbers of one step per segment, so that every sum is exact: the same record on every level, with any number of
- * threads. */
+ * more over the clusters. Components are whole numbers of one step per segment, so that every sum is exact: the same record on every
+ * level, with any number of threads. */
 #include "device/cpu/pages.h"
 
 #include <math.h>
@@ -301,13 +301,12 @@ static void write_firsts(const segment *s, uint8_t *record)
 
 static float mean_of(const int32_t *sums, int32_t count, uint32_t c) { return count ? (float)sums[c] / (float)count : 0.0f; }
 
-/* A component of n centres, which are those from `row` on. Levels as those of the sketch: odd multiples of half a scale, which is wide
+/* A component of n centres. Levels as those of the sketch: odd multiples of half a scale, which is wide
  * enough for all. */
 static void write_component(const segment *s, uint32_t c, uint32_t n, const int32_t *counts, const int32_t (*sums)[MAX_COMPONENTS],
-                            uint32_t row, float *scales, uint8_t *record)
+                            float *scales, uint8_t *codes)
 {
-    float    most = 0.0f;
-    uint8_t *codes = record + s->at.codes + (c / 8 * HSRI_SEGMENT_CENTRES + row) * 4 + c % 4;
+    float most = 0.0f;
 
     for (uint32_t i = 0; i < n; i++) {
         float x = fabsf(mean_of(sums[i], counts[i], c));
@@ -319,16 +318,17 @@ static void write_component(const segment *s, uint32_t c, uint32_t n, const int3
         float   x = counts[i] && most > 0.0f ? mean_of(sums[i], counts[i], c) * (7.5f / most) + 8.0f : 8.0f;
         uint8_t code = (uint8_t)(x < 0.0f ? 0.0f : x > 15.0f ? 15.0f : x);
 
-        codes[4 * i] |= (uint8_t)(code << c % 8 / 4 * 4);
+        codes[hsri_centre_at(s->n, i, c)] |= (uint8_t)(code << c % 8 / 4 * 4);
     }
 }
 
 static void write_centres(const segment *s, uint8_t *record)
 {
     for (uint32_t c = 0; c < s->n; c++) {
-        write_component(s, c, HSRI_SEGMENT_CLUSTERS, s->counts, s->sums, 0, (float *)(record + s->at.scales), record);
-        write_component(s, c, HSRI_SEGMENT_FAMILIES, s->family_counts, s->family_sums, HSRI_SEGMENT_CLUSTERS,
-                        (float *)(record + s->at.family_scales), record);
+        write_component(s, c, HSRI_SEGMENT_CLUSTERS, s->counts, s->sums, (float *)(record + s->at.scales),
+                        record + s->at.codes);
+        write_component(s, c, HSRI_SEGMENT_FAMILIES, s->family_counts, s->family_sums,
+                        (float *)(record + s->at.family_scales), record + s->at.family_codes);
     }
 }
 
@@ -350,7 +350,7 @@ static void write_family_spreads(const segment *s, uint8_t *record)
     for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f++) {
         float spread = s->family_counts[f] && all > 0.0f ? 16.0f * sqrtf(squares[f] / (float)s->family_counts[f] / all) : 0.0f;
 
-        record[s->at.spreads + HSRI_SEGMENT_CLUSTERS + f] = (uint8_t)(spread < 255.0f ? spread + 0.5f : 255.0f);
+        record[s->at.family_spreads + f] = (uint8_t)(spread < 255.0f ? spread + 0.5f : 255.0f);
     }
 }
 
@@ -360,7 +360,7 @@ static void read_centre(const segment *s, const uint8_t *record, uint32_t i, flo
     const float *scales = (const float *)(record + s->at.scales);
 
     for (uint32_t c = 0; c < s->n; c++) {
-        uint32_t code = record[s->at.codes + (c / 8 * HSRI_SEGMENT_CENTRES + i) * 4 + c % 4] >> c % 8 / 4 * 4 & 15;
+        uint32_t code = record[s->at.codes + hsri_centre_at(s->n, i, c)] >> c % 8 / 4 * 4 & 15;
 
         centre[c] = s->step > 1e-30f ? ((float)code - 7.5f) * scales[c] / s->step : 0.0f;
     }

@@ -30,45 +30,47 @@ static inline void assign(const hsri_assign_args *a)
     }
 }
 
-/* Logits of n <= HSRI_SEGMENT_CLUSTERS centres from `first` on. */
-static inline void centre_logits(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, uint32_t h, const float *scales,
-                                 uint32_t first, uint32_t n, float *logits)
+/* Logits of centres [first, end), and of those that share their lines. */
+static inline void centre_logits(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, uint32_t h, uint32_t scales_at,
+                                 uint32_t codes_at, uint32_t first, uint32_t end, float *logits)
 {
-    const float    *mean = (const float *)(a->record + at->mean);
-    const uint32_t *codes = (const uint32_t *)(a->record + at->codes) + first;
+    const float    *mean = (const float *)(a->record + at->mean), *scales = (const float *)(a->record + scales_at);
+    const uint32_t *codes = (const uint32_t *)(a->record + codes_at);
     uint32_t        d = a->shape->head_dim;
-    float           base = dot_float(a->queries + (uint64_t)h * d, mean, d);
+    float           base = dot_float(a->queries + (uint64_t)h * d, mean, d), weights[HSRI_CLUSTER_COMPONENTS];
 
-    for (uint32_t i = 0; i < n; i++)
-        logits[i] = base;
-    for (uint32_t c = 0; c < at->n; c++) {
-        const uint32_t *set = codes + (uint64_t)c / 8 * HSRI_SEGMENT_CENTRES;
-        uint32_t        shift = c % 4 * 8 + c % 8 / 4 * 4;
-        float           weight = a->rotated[(uint64_t)h * d + c] * scales[c];
+    for (uint32_t c = 0; c < at->n; c++)
+        weights[c] = a->rotated[(uint64_t)h * d + c] * scales[c];
+    for (uint32_t block = first / LANES; block * LANES < end; block++) {
+        float *out = logits + block * LANES;
 
-        for (uint32_t i = 0; i < n; i++)
-            logits[i] += weight * ((float)(int32_t)(set[i] >> shift & 15) - 7.5f);
+        for (uint32_t i = 0; i < LANES; i++)
+            out[i] = base;
+        for (uint32_t c = 0; c < at->n; c++) {
+            const uint32_t *set = codes + ((uint64_t)block * (at->n / 8) + c / 8) * LANES;
+            uint32_t        shift = c % 4 * 8 + c % 8 / 4 * 4;
+
+            for (uint32_t i = 0; i < LANES; i++)
+                out[i] += weights[c] * ((float)(int32_t)(set[i] >> shift & 15) - 7.5f);
+        }
     }
 }
 
 static inline void score_clusters(const hsri_cluster_score_args *a)
 {
     hsri_cluster_layout at = hsri_cluster_layout_of(a->shape);
-    const uint16_t     *all_starts = (const uint16_t *)(a->record + at.starts), *firsts = (const uint16_t *)(a->record + at.firsts);
+    const uint16_t     *starts = (const uint16_t *)(a->record + at.starts), *firsts = (const uint16_t *)(a->record + at.firsts);
 
     for (uint32_t h = 0; h < a->n_heads; h++) {
         float logits[HSRI_SEGMENT_CLUSTERS], *mass = a->mass + h * a->mass_stride;
 
         a->sums[h] = 0.0f;
         for (hsri_cluster_run run = { 0 }; hsri_next_run(firsts, a->left_out, &run); mass += run.end - run.first) {
-            const uint16_t *starts = all_starts + run.first;
-            uint32_t        n = run.end - run.first;
-
-            centre_logits(a, &at, h, (const float *)(a->record + at.scales), run.first, n, logits);
-            for (uint32_t i = 0; i < n; i++)
-                mass[i] = starts[i + 1] == starts[i]
-                              ? 0.0f : as_mass((float)(starts[i + 1] - starts[i]) * expf(a->scale * logits[i] - a->reference[h]));
-            for (uint32_t i = 0; i < n; i++)
+            centre_logits(a, &at, h, at.scales, at.codes, run.first, run.end, logits);
+            for (uint32_t i = run.first; i < run.end; i++)
+                mass[i - run.first] = starts[i + 1] == starts[i]
+                    ? 0.0f : as_mass((float)(starts[i + 1] - starts[i]) * expf(a->scale * logits[i] - a->reference[h]));
+            for (uint32_t i = 0; i < run.end - run.first; i++)
                 a->sums[h] += mass[i];
         }
     }
@@ -98,12 +100,12 @@ static inline void score_families(const hsri_cluster_score_args *a)
 {
     hsri_cluster_layout at = hsri_cluster_layout_of(a->shape);
     const uint16_t     *starts = (const uint16_t *)(a->record + at.family_starts);
-    const uint8_t      *spreads = a->record + at.spreads + HSRI_SEGMENT_CLUSTERS;
+    const uint8_t      *spreads = a->record + at.family_spreads;
 
     for (uint32_t h = 0; h < a->n_heads; h++) {
         float logits[HSRI_SEGMENT_FAMILIES], *mass = a->mass + h * a->mass_stride, step = family_step(a, &at, h);
 
-        centre_logits(a, &at, h, (const float *)(a->record + at.family_scales), HSRI_SEGMENT_CLUSTERS, HSRI_SEGMENT_FAMILIES, logits);
+        centre_logits(a, &at, h, at.family_scales, at.family_codes, 0, HSRI_SEGMENT_FAMILIES, logits);
         for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f++)
             mass[f] = starts[f + 1] == starts[f] ? 0.0f
                           : as_mass((float)(starts[f + 1] - starts[f]) *

@@ -147,8 +147,8 @@ typedef void (*centre_score_fn)(const hsri_cluster_score_args *a);
 static uint64_t survey_items(const select_job *job, const pick_state *p) { return (uint64_t)job->kv->n_kv_heads * p->n_segments; }
 static uint64_t family_items(const select_job *job, const pick_state *p) { return p->all_families ? 0 : survey_items(job, p); }
 
-/* As the masses of tokens: a head whose masses are at their limit is scored again by a higher reference, which is a.reference[h] and has been
- * raised by so much already. Returns by how much in the end. */
+/* As the masses of tokens: a head whose masses are at their limit is scored again by a higher reference, which is a.reference[h] and has
+ * been raised by so much already. Returns by how much in the end. */
 static float score_raised(const select_job *job, hsri_cluster_score_args a, centre_score_fn score, uint32_t h, float raised)
 {
     float reference = a.reference[h];
@@ -235,6 +235,36 @@ static void weigh(const select_job *job, const pick_state *p, uint32_t kv_head, 
         }
 }
 
+/* ---- what is read next ---- */
+
+/* Parts of records lie far from each other, and no segment's record is near the next one's: nobody else would fetch them in time. */
+static void fetch(const uint8_t *from, uint64_t bytes)
+{
+    const uint8_t *line = (const uint8_t *)((uintptr_t)from & ~(uintptr_t)63);
+
+    for (; line < from + bytes; line += 64)
+        __builtin_prefetch(line);
+}
+
+static void fetch_families(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
+{
+    fetch(record_at(job, p, kv_head, segment), hsri_cluster_layout_of(&p->seq->index_shape).scales);
+}
+
+static void fetch_clusters(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
+{
+    const hsri_cluster_layout at = hsri_cluster_layout_of(&p->seq->index_shape);
+    const uint8_t *record = record_at(job, p, kv_head, segment);
+    uint64_t       left_out = job->left_out[list_segments_at(job, p, kv_head) + segment];
+
+    fetch(record + at.scales, at.token_scales - at.scales);
+    for (hsri_cluster_run run = { 0 }; hsri_next_run((const uint16_t *)(record + at.firsts), left_out, &run); ) {
+        fetch(record + at.starts + 2 * run.first, 2 * (run.end - run.first + 1));
+        fetch(record + at.codes + hsri_centre_at(at.n, run.first, 0),
+              hsri_centre_at(at.n, run.end - 1, at.n - 1) - hsri_centre_at(at.n, run.first, 0));
+    }
+}
+
 /* ---- families ---- */
 
 static void count_families(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
@@ -260,6 +290,8 @@ static void families_run(const void *arg, uint64_t first, uint64_t end, uint32_t
         const pick_state *p = find_pick(job, &i, family_items);
         uint32_t          kv_head = (uint32_t)(i / p->n_segments), segment = (uint32_t)(i % p->n_segments);
 
+        if (segment + 1 < p->n_segments)
+            fetch_families(job, p, kv_head, segment + 1);
         for (uint32_t vote = 0; vote < p->n_votes; vote++) {
             uint64_t                at = segments_at(job, p, vote, kv_head * job->heads_per_kv) + segment;
             hsri_cluster_score_args a = { .mass = job->family_mass + at * FAMILIES, .mass_stride = job->max_segments * FAMILIES };
@@ -454,12 +486,14 @@ static void write_clusters(const select_job *job, const pick_state *p, uint32_t 
     const uint8_t  *record = record_at(job, p, kv_head, segment);
     const uint16_t *starts = (const uint16_t *)(record + layout.starts);
     uint64_t        at = list_segments_at(job, p, kv_head) * CLUSTERS + job->first_surveyed[firsts_at(job, p, kv_head) + segment];
+    uint32_t       *number = job->cluster_number + at, *tokens = job->cluster_tokens + at;
 
-    for (hsri_cluster_run run = { 0 }; hsri_next_run((const uint16_t *)(record + layout.firsts), left_out, &run); )
-        for (uint32_t k = run.first; k < run.end; k++, at++) {
-            job->cluster_number[at] = segment * CLUSTERS + k;
-            job->cluster_tokens[at] = starts[k + 1] - (uint32_t)starts[k];
-        }
+    for (hsri_cluster_run run = { 0 }; hsri_next_run((const uint16_t *)(record + layout.firsts), left_out, &run); ) {
+        for (uint32_t k = run.first; k < run.end; k++)
+            *number++ = segment * CLUSTERS + k;
+        for (uint32_t k = run.first; k < run.end; k++)
+            *tokens++ = starts[k + 1] - (uint32_t)starts[k];
+    }
 }
 
 static void survey_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
@@ -467,6 +501,8 @@ static void survey_segment(const select_job *job, const pick_state *p, uint32_t 
     const uint32_t *surveyed = job->first_surveyed + firsts_at(job, p, kv_head) + segment;
     uint64_t        left_out = job->left_out[list_segments_at(job, p, kv_head) + segment];
 
+    if (segment + 1 < p->n_segments && !p->all_families)
+        fetch_clusters(job, p, kv_head, segment + 1);
     for (uint32_t vote = 0; vote < p->n_votes; vote++) {
         hsri_cluster_score_args a = { .mass_stride = job->max_segments * CLUSTERS, .left_out = left_out };
 
@@ -710,8 +746,8 @@ void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job)
 
 /* ---- tokens of the clusters taken ---- */
 
-/* Of one head and n units, from masses in n_places; returns how much the reference was raised. Its clusters have been scored by a reference that may be higher than
- * its own, `raised`, and tokens may need one that is higher still. */
+/* Of one head and n units, from masses in n_places; returns how much the reference was raised. Its clusters have been scored by a reference
+ * that may be higher than its own, `raised`, and tokens may need one that is higher still. */
 static float members_raised(const select_job *job, hsri_member_score_args a, uint32_t n_places, uint64_t n, float raised)
 {
     const hsri_sparse_kernels *kernels = &job->dev->kernels.sparse;

@@ -9,9 +9,7 @@
 #define LOG2E 1.44269504f
 #define UNROLL _Pragma("GCC unroll 8")
 #define MAX_QUADS (HSRI_CLUSTER_COMPONENTS / 4u)
-#define SET_BYTES (HSRI_SEGMENT_CENTRES * 4u)
 #define HEADS 4u                /* that share a pass over the codes */
-#define LINES_AHEAD 8u          /* lines of codes that are fetched before their turn: sets are a page long, so nobody else would */
 
 /* A head's weights of a segment. Log 2 of the mass of a token of a cluster = product of weights and codes times step, plus base. */
 typedef struct cluster_head {
@@ -63,8 +61,7 @@ static inline void prepare_head(const hsri_cluster_score_args *a, const hsri_clu
 }
 
 /* Logs of 16 centres of n heads. */
-INLINE void centre_logs(const uint8_t *codes, __mmask16 mask, bool fetch, const cluster_head *heads, uint32_t n, uint32_t n_sets,
-                        __m512 *logs)
+INLINE void centre_logs(const uint8_t *codes, const cluster_head *heads, uint32_t n, uint32_t n_sets, __m512 *logs)
 {
     const __m512i low4 = _mm512_set1_epi8(15);
     __m512i       sums[HEADS];
@@ -72,12 +69,9 @@ INLINE void centre_logs(const uint8_t *codes, __mmask16 mask, bool fetch, const 
     UNROLL for (uint32_t h = 0; h < n; h++)
         sums[h] = _mm512_setzero_si512();
     UNROLL for (uint32_t s = 0; s < n_sets; s++) {
-        const uint8_t *line = codes + (uint64_t)s * SET_BYTES;
-        __m512i        bytes = _mm512_maskz_loadu_epi32(mask, line), low = _mm512_and_si512(bytes, low4);
-        __m512i        high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low4);
+        __m512i bytes = _mm512_load_si512(codes + 64 * s), low = _mm512_and_si512(bytes, low4);
+        __m512i high = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low4);
 
-        if (fetch)
-            _mm_prefetch((const char *)(line + LINES_AHEAD * 64), _MM_HINT_T0);
         UNROLL for (uint32_t h = 0; h < n; h++) {
             sums[h] = dot_bytes(sums[h], low, _mm512_set1_epi32(heads[h].quads[2 * s]));
             sums[h] = dot_bytes(sums[h], high, _mm512_set1_epi32(heads[h].quads[2 * s + 1]));
@@ -103,16 +97,6 @@ INLINE __m512 mass_of(__m512 log, __m512 tokens)
     return _mm512_maskz_min_ps(some, _mm512_mul_ps(exp2_16(log), tokens), _mm512_set1_ps(HSRI_MASS_MAX));
 }
 
-/* Lines of the runs' first clusters: they lie anywhere in the record. */
-INLINE void fetch_runs(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, uint32_t n_sets)
-{
-    for (hsri_cluster_run run = { 0 }; hsri_next_run((const uint16_t *)(a->record + at->firsts), a->left_out, &run); ) {
-        _mm_prefetch((const char *)(a->record + at->starts + run.first * 2), _MM_HINT_T0);
-        UNROLL for (uint32_t s = 0; s < n_sets; s++)
-            _mm_prefetch((const char *)(a->record + at->codes + s * SET_BYTES + run.first * 4), _MM_HINT_T0);
-    }
-}
-
 INLINE void score_vectors(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, const cluster_head *heads, uint32_t h0,
                           uint32_t n, uint32_t n_sets)
 {
@@ -122,21 +106,20 @@ INLINE void score_vectors(const hsri_cluster_score_args *a, const hsri_cluster_l
 
     UNROLL for (uint32_t h = 0; h < n; h++)
         all[h] = _mm512_setzero_ps();
-    if (a->left_out)
-        fetch_runs(a, at, n_sets);
     for (hsri_cluster_run run = { 0 }; hsri_next_run(firsts, a->left_out, &run); ) {
-        for (uint32_t i = run.first; i < run.end; i += 16) {
-            __mmask16 mask = lanes(run.end - i);
-            __m512    logs[HEADS], tokens = _mm512_maskz_mov_ps(mask, tokens_of(starts + i));
+        for (uint32_t v = run.first / 16; 16 * v < run.end; v++) {
+            uint32_t  before = run.first > 16 * v ? run.first - 16 * v : 0, part = run.end - 16 * v < 16 ? run.end - 16 * v : 16;
+            __mmask16 mask = lanes(part) & (__mmask16)~lanes(before);
+            __m512    logs[HEADS], tokens = _mm512_maskz_mov_ps(mask, tokens_of(starts + 16 * v));
 
-            centre_logs(a->record + at->codes + i * 4, mask, i + 16 * LINES_AHEAD < run.end, heads, n, n_sets, logs);
+            centre_logs(a->record + at->codes + (uint64_t)v * n_sets * 64, heads, n, n_sets, logs);
             UNROLL for (uint32_t h = 0; h < n; h++) {
                 __m512 mass = mass_of(logs[h], tokens);
 
                 all[h] = _mm512_add_ps(all[h], mass);
-                _mm512_mask_storeu_ps(out + h * a->mass_stride, mask, mass);
+                _mm512_mask_storeu_ps(out + h * a->mass_stride, lanes(part - before), _mm512_maskz_compress_ps(mask, mass));
             }
-            out += run.end - i < 16 ? run.end - i : 16;
+            out += part - before;
         }
     }
     UNROLL for (uint32_t h = 0; h < n; h++)
@@ -155,7 +138,7 @@ INLINE void family_vectors(const hsri_cluster_score_args *a, const hsri_cluster_
                            uint32_t n, uint32_t n_sets)
 {
     const uint16_t *starts = (const uint16_t *)(a->record + at->family_starts);
-    const uint8_t  *spreads = a->record + at->spreads + HSRI_SEGMENT_CLUSTERS;
+    const uint8_t  *spreads = a->record + at->family_spreads;
     __m512          all[HEADS];
     float           steps[HEADS];
 
@@ -167,7 +150,7 @@ INLINE void family_vectors(const hsri_cluster_score_args *a, const hsri_cluster_
         __m512 logs[HEADS], tokens = tokens_of(starts + f);
         __m512 spread = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(spreads + f))));
 
-        centre_logs(a->record + at->codes + (HSRI_SEGMENT_CLUSTERS + f) * 4, 0xffff, false, heads, n, n_sets, logs);
+        centre_logs(a->record + at->family_codes + (uint64_t)f / 16 * n_sets * 64, heads, n, n_sets, logs);
         UNROLL for (uint32_t h = 0; h < n; h++) {
             __m512 mass = mass_of(_mm512_add_ps(logs[h], family_gain_512(_mm512_mul_ps(spread, _mm512_set1_ps(steps[h])))), tokens);
 
