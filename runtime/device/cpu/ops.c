@@ -9,6 +9,7 @@
 #include "device/cpu/pages.h"
 
 #include <math.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -28,14 +29,14 @@
 /* Pieces of a large matrix product: weights that stay in a core's cache while blocks of rows pass, and such a block. */
 #define WEIGHT_BYTES (512u << 10)
 #define INPUT_BYTES (1u << 20)
-/* Most rows of a block. Kernels with prepared inputs want many, to unpack weights for: if LEAST_ROWS are more than INPUT_BYTES, they get
- * this many all the same, as they go through a part of the inputs of all rows at a time. */
+/* Most rows of a block; and least of prepared inputs, whatever their bytes: kernels want many rows, to unpack weights for, and go through a
+ * part of the inputs of all of them at a time. */
 #define BLOCK_ROWS 512u
 #define LEAST_ROWS 256u
 /* Panels of an item whose inputs are more than INPUT_BYTES: those come from a slower cache, part by part, for the panels of each item. */
 #define LONG_PANELS 16u
 /* Sums that are something's input are kept by the worker until they are: as many as stay in its core's cache. */
-#define KEPT_SUMS (128u << 10)
+#define KEPT_SUMS (64u << 10)
 /* They are finished by multiples of these panels: gate and up of a run of the next product. */
 #define FINISH_PANELS (2u * HSRI_RUN / HSRI_PANEL)
 
@@ -54,17 +55,39 @@ static void queue_fail(hsri_queue *q, const char *what)
 
 /* ---- cutting work ---- */
 
+/* Tasks are cut into as many ranges as there are threads, and each thread begins with the range that has its number. Items are ordered by
+ * rows where they can be, so most of what an operation reads was written by the same thread, and is in its core's cache. A thread whose
+ * range is done helps with others. */
+#define MOST_RANGES 64u
+
 typedef struct split {
     hsri_cpu_run_fn fn;
     const void *job;
     uint64_t    n_items, per_task;
+    uint32_t    n_tasks, n_ranges;
+    _Atomic uint32_t claimed[MOST_RANGES];   /* of the tasks of a range */
 } split;
+
+/* There are as many calls as tasks: when a call finds a range empty, there is a task for it in one of those behind. */
+static uint32_t claim_task(split *s, uint32_t worker)
+{
+    for (uint32_t i = worker % s->n_ranges;; i = (i + 1) % s->n_ranges) {
+        uint32_t first = (uint32_t)((uint64_t)s->n_tasks * i / s->n_ranges), end = (uint32_t)((uint64_t)s->n_tasks * (i + 1) / s->n_ranges);
+
+        if (atomic_load_explicit(&s->claimed[i], memory_order_relaxed) >= end - first)
+            continue;
+        uint32_t task = first + atomic_fetch_add_explicit(&s->claimed[i], 1, memory_order_relaxed);
+        if (task < end)
+            return task;
+    }
+}
 
 static void split_task(void *arg, uint32_t task, uint32_t worker)
 {
-    const split *s = arg;
-    uint64_t     first = task * s->per_task;
+    split   *s = arg;
+    uint64_t first = claim_task(s, worker) * s->per_task;
 
+    (void)task;
     s->fn(s->job, first, hsri_min(first + s->per_task, s->n_items), worker);
 }
 
@@ -77,14 +100,23 @@ static uint64_t items_per_task(const hsri_cpu_device *dev, uint64_t n_items, uin
 
 void hsri_cpu_run_items(hsri_cpu_device *dev, uint64_t n_items, uint64_t cost_ns, hsri_cpu_run_fn fn, const void *job)
 {
-    split s = { fn, job, n_items, items_per_task(dev, n_items, cost_ns) };
+    split s;
 
     if (n_items == 0)
         return;
-    if (cost_ns < INLINE_NS)
+    if (cost_ns < INLINE_NS) {
         fn(job, 0, n_items, 0);
-    else
-        hsri_parallel(dev->threads, (uint32_t)hsri_div_up(n_items, s.per_task), split_task, &s);
+        return;
+    }
+    s.fn = fn;
+    s.job = job;
+    s.n_items = n_items;
+    s.per_task = items_per_task(dev, n_items, cost_ns);
+    s.n_tasks = (uint32_t)hsri_div_up(n_items, s.per_task);
+    s.n_ranges = (uint32_t)hsri_min((uint64_t)hsri_threads_count(dev->threads), MOST_RANGES);
+    for (uint32_t i = 0; i < s.n_ranges; i++)
+        atomic_init(&s.claimed[i], 0);
+    hsri_parallel(dev->threads, s.n_tasks, split_task, &s);
 }
 
 /* ---- rows of tables ---- */
@@ -463,12 +495,12 @@ static void linear_all(hsri_cpu_device *dev, linear_job *job, uint32_t macs_per_
     hsri_cpu_run_items(dev, (uint64_t)job->n_panel_items * job->n_row_blocks, cost, linear_run, job);
 }
 
-/* Rows of a block of prepared inputs. */
-static uint32_t prepared_block(uint64_t stride)
+/* Rows of a block of prepared inputs: a thread's share, if it is large enough. */
+static uint32_t prepared_block(const hsri_cpu_device *dev, uint32_t n_rows, uint64_t stride)
 {
-    uint64_t n = INPUT_BYTES / (stride * sizeof(float));
+    uint64_t share = hsri_div_up(n_rows, (uint64_t)hsri_threads_count(dev->threads));
 
-    return n < LEAST_ROWS ? BLOCK_ROWS : (uint32_t)hsri_min(n, BLOCK_ROWS);
+    return (uint32_t)hsri_max(LEAST_ROWS, hsri_min(share, hsri_min(INPUT_BYTES / (stride * sizeof(float)), BLOCK_ROWS)));
 }
 
 /* A level that prepares inputs does so once for all panels, for as many rows at a time as there is room for. gain: of a norm before. */
@@ -485,7 +517,7 @@ static void linear_prepared(hsri_cpu_device *dev, linear_job job, const float *g
     for (uint32_t row = 0; row < n_rows; row += job.n_rows) {
         job.n_rows = (uint32_t)hsri_min(room, n_rows - row);
         hsri_cpu_run_items(dev, job.n_rows, (uint64_t)job.n_rows * job.w.k / 8, prepare_run, &prepare);
-        linear_all(dev, &job, PREPARED_MACS_PER_NS, prepared_block(stride));
+        linear_all(dev, &job, PREPARED_MACS_PER_NS, prepared_block(dev, job.n_rows, stride));
         prepare.in += (uint64_t)job.n_rows * job.w.k;
         job.out += job.n_rows * job.out_stride;
     }
@@ -583,7 +615,7 @@ static void cpu_mlp_add(hsri_queue *q, hsri_ref x, hsri_ref gain, float eps, con
     second = linear_of(dev, down, down_bias, ffn, n_rows, x, down->n);
     second.finish = finish_add;
     second.in_stride = stride;
-    linear_all(dev, &second, PREPARED_MACS_PER_NS, prepared_block(stride));
+    linear_all(dev, &second, PREPARED_MACS_PER_NS, prepared_block(dev, n_rows, stride));
 }
 
 /* ---- rope and append ---- */
