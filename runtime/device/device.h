@@ -170,7 +170,8 @@ typedef struct hsri_ops {
     void (*cluster)(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n);
     /* Partial attention over dense groups [g0, g1) (runs of HSRI_GROUP_TOKENS positions), causal: partial of (row, head, group g) is
      * part[(row * n_heads + head) * (g1 - g0) + g - g0] = { m, l, o[d] } with l = sum of exp(s - m), o = sum of exp(s - m) v,
-     * s = scale*q.k and m the largest s, or a number near it (by about 6). A group that starts beyond the row's position gives m = -inf, l = 0, o = 0. */
+     * s = scale*q.k and m the largest s, or a number near it (by about 6). A group that starts beyond the row's position gives
+     * m = -inf, l = 0, o = 0. */
     void (*attend)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                    hsri_ref queries, hsri_ref rotated /* may be absent if no format needs it */, uint32_t g0, uint32_t g1, hsri_ref part);
     /* Fold n_groups partials (at least one) of each (row, head), in order, into the running state acc[row][head] = { m, l, o[d] }; `first`

@@ -109,8 +109,8 @@ typedef struct tally {
 static uint64_t memory_of(const paper *p, const tally *t) { return t->own + hsri_div_up(t->frames, p->per_block); }
 static uint64_t cold_of(const paper *p, const tally *t) { return hsri_div_up(t->homes, p->per_block); }
 
-/* Admit one more session. With a cold tier, as families are: in memory if that can be promised, else with homes; and if there is no room for
- * what it works with, those before it are given homes, too, one after the other. */
+/* Admit one more session. With a cold tier, as families are: in memory if that can be promised, else with homes; and if there is no
+ * room for what it works with, those before it are given homes, too, one after the other. */
 static void admit_one(const paper *p, uint64_t memory, tally *t, hsr_plan_result *r)
 {
     t->own += r->session_blocks;

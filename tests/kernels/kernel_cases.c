@@ -475,8 +475,8 @@ static uint8_t *identity(uint32_t n)
     return data;
 }
 
-/* What comes out of the identity is what has gone in: a number that is rounded once to 8 bits, and moved by a sixteenth of that before. As in silu_mul, what is below
- * 2e-36 may be 0. */
+/* What comes out of the identity is what has gone in: a number that is rounded once to 8 bits, and moved by a sixteenth of that before.
+ * As in silu_mul, what is below 2e-36 may be 0. */
 static void test_silu_prepare(const hsri_kernels *kernels)
 {
     enum { ROWS = 3 };

@@ -39,7 +39,8 @@ static void prepare(const float *x, uint64_t x_stride, uint32_t n_rows, uint32_t
     }
 }
 
-/* silu(gate) up of the first n of a panel, right to 2^-13: rounding the result moves it by up to 2^-8. exp and division in full cost 2.5 times as much. */
+/* silu(gate) up of the first n of a panel, right to 2^-13: rounding the result moves it by up to 2^-8. exp and division in full cost
+ * 2.5 times as much. */
 INLINE __m512 silu_near(const float *gate, uint32_t n)
 {
     __m512 g = _mm512_maskz_loadu_ps(lanes(n), gate), up = _mm512_maskz_loadu_ps(lanes(n), gate + HSRI_PANEL);
@@ -291,9 +292,9 @@ INLINE void fetch_sums(const float *out, uint32_t n_panels)
 
 /* n_tiles x n_panels tiles of sums, 1 or 2 each: every tile that is loaded is used up to twice.
  *
- * Four multiplications take 64 cycles, in which the rest of the core has little to do. Meanwhile codes are unpacked: with the block's first
- * rows its own second panel (`fresh`), with its last ones the first panel of the next block, into the place of runs that have had their last
- * use and so are in the first-level cache. And lines are asked for that sums will be stored to. */
+ * Four multiplications take 64 cycles, in which the rest of the core has little to do. Meanwhile codes are unpacked: with the block's
+ * first rows its own second panel (`fresh`), with its last ones the first panel of the next block, into the place of runs that have had
+ * their last use and so are in the first-level cache. And lines are asked for that sums will be stored to. */
 INLINE void multiply_tiles(hsri_dtype dtype, const linear_job *job, uint32_t tile, uint32_t n_tiles, uint32_t n_panels, const block *b,
                            const block *fresh, const block *next)
 {
