@@ -34,18 +34,21 @@ static void consider(hsri_tiers *t, const hsri_shelf *shelf, uint32_t body, cand
         found[(*n)++] = (candidate){ hsri_body_score(t, b), body };
 }
 
-/* Bodies of the shelf's format that may leave: from the hand on a sample, or the first found behind it. Where few are clean, those
- * that have just become so are asked instead. */
-static size_t find_candidates(hsri_tiers *t, const hsri_shelf *shelf, candidate *found)
+/* Fewer than one in so many, and the hand would pass most of its time at pages that may not leave. */
+#define CLEAN_SHARE  16u
+
+/* Bodies of the shelf's format that may leave: from the hand on a sample, or, if there `must` be one, the first found behind it. Where few
+ * are clean, those that have just become so are asked instead. */
+static size_t find_candidates(hsri_tiers *t, const hsri_shelf *shelf, bool must, candidate *found)
 {
     size_t n = 0;
-    if (t->n_clean < HSRI_N_FRESH) {
+    if (t->n_clean < HSRI_N_FRESH || t->n_clean * CLEAN_SHARE < t->n_resident) {
         for (uint32_t i = 0; i < hsri_min(t->n_fresh, HSRI_N_FRESH); i++)
             consider(t, shelf, t->fresh[i], found, &n);
         if (n > 0)
             return n;
     }
-    for (size_t looked = 0; t->n_clean > 0 && looked < t->n_resident && n < SAMPLE && (looked < SAMPLE || n == 0); looked++) {
+    for (size_t looked = 0; t->n_clean > 0 && looked < t->n_resident && n < SAMPLE && (looked < SAMPLE || (must && n == 0)); looked++) {
         t->hand = t->hand + 1 < t->n_resident ? t->hand + 1 : 0;
         consider(t, shelf, t->resident[t->hand], found, &n);
     }
@@ -61,9 +64,9 @@ static int by_score(const void *a, const void *b)
 }
 
 /* Candidates in the order in which they leave. A page listed twice is one. */
-static size_t rank(hsri_tiers *t, const hsri_shelf *shelf, candidate *found)
+static size_t rank(hsri_tiers *t, const hsri_shelf *shelf, bool must, candidate *found)
 {
-    size_t n = find_candidates(t, shelf, found), distinct = 0;
+    size_t n = find_candidates(t, shelf, must, found), distinct = 0;
     qsort(found, n, sizeof *found, by_score);
     for (size_t i = 0; i < n; i++)
         if (i == 0 || found[i].body != found[i - 1].body)
@@ -75,7 +78,7 @@ static size_t rank(hsri_tiers *t, const hsri_shelf *shelf, candidate *found)
 static size_t evict_some(hsri_tiers *t, const hsri_shelf *shelf)
 {
     candidate found[SAMPLE];
-    size_t leave = hsri_min(BATCH, hsri_div_up(rank(t, shelf, found), 8));
+    size_t leave = hsri_min(BATCH, hsri_div_up(rank(t, shelf, true, found), 8));
     for (size_t i = 0; i < leave; i++)
         hsri_body_drop_frame(t, found[i].body);
     return leave;
@@ -143,7 +146,7 @@ static uint64_t free_frames(const hsri_tiers *t, const hsri_shelf *shelf)
 static void leave_voluntarily(hsri_tiers *t, const hsri_shelf *shelf)
 {
     candidate found[SAMPLE];
-    size_t n = rank(t, shelf, found);
+    size_t n = rank(t, shelf, false, found);
     for (size_t i = 0; i < n && i < BATCH && free_frames(t, shelf) < FREE_BLOCKS * shelf->frames.per_block; i++) {
         const hsri_body *b = &t->bodies[found[i].body];
         if (hsri_importance_leaves(&t->opts.importance, &b->row, found[i].score, (uint32_t)b->family->n_tokens))
