@@ -301,8 +301,7 @@ static void write_firsts(const segment *s, uint8_t *record)
 
 static float mean_of(const int32_t *sums, int32_t count, uint32_t c) { return count ? (float)sums[c] / (float)count : 0.0f; }
 
-/* A component of n centres. Levels as those of the sketch: odd multiples of half a scale, which is wide
- * enough for all. */
+/* A component of n centres. Levels as those of the sketch: odd multiples of half a scale, which is wide enough for all. */
 static void write_component(const segment *s, uint32_t c, uint32_t n, const int32_t *counts, const int32_t (*sums)[MAX_COMPONENTS],
                             float *scales, uint8_t *codes)
 {

@@ -34,7 +34,7 @@ uint32_t hsri_cpu_recorded_pages(const pick_state *p)
     return hsri_cpu_reads_codes(p) && p->seq->index_shape.clusters ? p->n_pages / HSRI_SEGMENT_PAGES * HSRI_SEGMENT_PAGES : 0;
 }
 
-/* Four tokens looked at for each one that is read are enough, and more than 4096 of them were not found to help. */
+/* By itself a budget has four times as many tokens to choose from, so that prompt runs and budgets by a ratio do, too. */
 static uint32_t candidates_of(const pick_state *p)
 {
     uint64_t by_budget = 4ull * p->budget * HSRI_UNIT_TOKENS;

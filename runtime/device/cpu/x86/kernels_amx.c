@@ -39,8 +39,8 @@ static void prepare(const float *x, uint64_t x_stride, uint32_t n_rows, uint32_t
     }
 }
 
-/* silu(gate) up of the first n of a panel, right to 2^-13: rounding the result moves it by up to 2^-8. exp and division in full cost
- * 2.5 times as much. */
+/* silu(gate) up of the first n of a panel, right to 2^-13: rounding the result moves it by up to 2^-8. exp and division in full
+ * cost more than all else here. */
 INLINE __m512 silu_near(const float *gate, uint32_t n)
 {
     __m512 g = _mm512_maskz_loadu_ps(lanes(n), gate), up = _mm512_maskz_loadu_ps(lanes(n), gate + HSRI_PANEL);
