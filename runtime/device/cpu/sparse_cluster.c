@@ -265,6 +265,22 @@ static void fetch_clusters(const select_job *job, const pick_state *p, uint32_t 
     }
 }
 
+/* ---- items ---- */
+
+typedef uint64_t items_fn(const select_job *job, const pick_state *p);
+typedef void segment_fn(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment);
+
+/* What items [first, end) stand for, of loops whose items are segments of kv heads. */
+static void run_segments(const select_job *job, uint64_t first, uint64_t end, items_fn *items, segment_fn *run)
+{
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t          i = item;
+        const pick_state *p = find_pick(job, &i, items);
+
+        run(job, p, (uint32_t)(i / p->n_segments), (uint32_t)(i % p->n_segments));
+    }
+}
+
 /* ---- families ---- */
 
 static void count_families(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
@@ -280,26 +296,23 @@ static void count_families(const select_job *job, const pick_state *p, uint32_t 
     }
 }
 
+static void score_families(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
+{
+    if (segment + 1 < p->n_segments)
+        fetch_families(job, p, kv_head, segment + 1);
+    for (uint32_t vote = 0; vote < p->n_votes; vote++) {
+        uint64_t                at = segments_at(job, p, vote, kv_head * job->heads_per_kv) + segment;
+        hsri_cluster_score_args a = { .mass = job->family_mass + at * FAMILIES, .mass_stride = job->max_segments * FAMILIES };
+
+        score_centres(job, p, kv_head, segment, vote, job->dev->kernels.sparse.cluster.score_families, a, NULL, &job->families);
+    }
+    count_families(job, p, kv_head, segment);
+}
+
 static void families_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
-    const select_job *job = arg;
-
     (void)worker;
-    for (uint64_t item = first; item < end; item++) {
-        uint64_t          i = item;
-        const pick_state *p = find_pick(job, &i, family_items);
-        uint32_t          kv_head = (uint32_t)(i / p->n_segments), segment = (uint32_t)(i % p->n_segments);
-
-        if (segment + 1 < p->n_segments)
-            fetch_families(job, p, kv_head, segment + 1);
-        for (uint32_t vote = 0; vote < p->n_votes; vote++) {
-            uint64_t                at = segments_at(job, p, vote, kv_head * job->heads_per_kv) + segment;
-            hsri_cluster_score_args a = { .mass = job->family_mass + at * FAMILIES, .mass_stride = job->max_segments * FAMILIES };
-
-            score_centres(job, p, kv_head, segment, vote, job->dev->kernels.sparse.cluster.score_families, a, NULL, &job->families);
-        }
-        count_families(job, p, kv_head, segment);
-    }
+    run_segments(arg, first, end, family_items, score_families);
 }
 
 /* ---- the best of many ---- */
@@ -517,32 +530,24 @@ static void survey_segment(const select_job *job, const pick_state *p, uint32_t 
 
 static void survey_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
-    const select_job *job = arg;
-
     (void)worker;
-    for (uint64_t item = first; item < end; item++) {
-        uint64_t          i = item;
-        const pick_state *p = find_pick(job, &i, survey_items);
+    run_segments(arg, first, end, survey_items, survey_segment);
+}
 
-        survey_segment(job, p, (uint32_t)(i / p->n_segments), (uint32_t)(i % p->n_segments));
-    }
+static void weigh_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
+{
+    const uint32_t *surveyed = job->first_surveyed + firsts_at(job, p, kv_head) + segment;
+    uint64_t        most = job->max_segments * CLUSTERS;
+
+    if (!p->all_clusters)
+        weigh(job, p, kv_head, segment, &job->clusters, job->cluster_mass + surveyed[0], most, surveyed[1] - surveyed[0],
+              job->cluster_worth + list_at(job, p, kv_head) * most + surveyed[0]);
 }
 
 static void weigh_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
-    const select_job *job = arg;
-
     (void)worker;
-    for (uint64_t item = first; item < end; item++) {
-        uint64_t          i = item, most = job->max_segments * CLUSTERS;
-        const pick_state *p = find_pick(job, &i, survey_items);
-        uint32_t          kv_head = (uint32_t)(i / p->n_segments), segment = (uint32_t)(i % p->n_segments);
-        const uint32_t   *surveyed = job->first_surveyed + firsts_at(job, p, kv_head) + segment;
-
-        if (!p->all_clusters)
-            weigh(job, p, kv_head, segment, &job->clusters, job->cluster_mass + surveyed[0], most, surveyed[1] - surveyed[0],
-                  job->cluster_worth + list_at(job, p, kv_head) * most + surveyed[0]);
-    }
+    run_segments(arg, first, end, survey_items, weigh_segment);
 }
 
 /* ---- lists ---- */
@@ -655,15 +660,8 @@ static void mark_segment(const select_job *job, const pick_state *p, uint32_t kv
 
 static void mark_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
-    const select_job *job = arg;
-
     (void)worker;
-    for (uint64_t item = first; item < end; item++) {
-        uint64_t          i = item;
-        const pick_state *p = find_pick(job, &i, survey_items);
-
-        mark_segment(job, p, (uint32_t)(i / p->n_segments), (uint32_t)(i % p->n_segments));
-    }
+    run_segments(arg, first, end, survey_items, mark_segment);
 }
 
 static void mark_forced(const select_job *job, const pick_state *p, uint32_t kv_head)
