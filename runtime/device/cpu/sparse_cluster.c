@@ -3,6 +3,7 @@
  * the segments' records alone. Loops:
  *
  *   families  masses of all families, for each voting row and head; items are segments of kv heads
+ *   weigh     what they are worth for each token; items are segments of kv heads
  *   admit     the families whose clusters may be worth most, many times as many as the candidates allow; items are kv heads of picks
  *   survey    masses of their clusters, for each voting row and head; items are segments of kv heads
  *   weigh     what they are worth together; items are segments of kv heads
@@ -17,11 +18,13 @@
 
 /* Estimates for one thread. */
 #define FAMILIES_NS 300u        /* of a segment for one head */
-#define ADMIT_NS 100u           /* for each segment */
+#define WEIGH_FAMILIES_NS 50u   /* of a segment for one head */
+#define ADMIT_NS 200u           /* for each segment */
 #define SURVEY_NS 2000u         /* of a segment for one head */
 #define WEIGH_NS 100u           /* of a segment for one head */
-#define LIST_NS 400u            /* for each segment */
-#define MARK_NS 200u            /* of a segment */
+#define LIST_NS 4u              /* for each cluster that competes */
+#define MARK_NS 100u            /* of a segment */
+#define MARK_TOKEN_NS 4u        /* and of a candidate */
 
 #define CLUSTERS HSRI_SEGMENT_CLUSTERS
 #define FAMILIES HSRI_SEGMENT_FAMILIES
@@ -257,12 +260,21 @@ static void fetch_clusters(const select_job *job, const pick_state *p, uint32_t 
     const uint8_t *record = record_at(job, p, kv_head, segment);
     uint64_t       left_out = job->left_out[list_segments_at(job, p, kv_head) + segment];
 
+    fetch(record + at.mean, job->kv->head_dim * sizeof(float));
     fetch(record + at.scales, at.token_scales - at.scales);
     for (hsri_cluster_run run = { 0 }; hsri_next_run((const uint16_t *)(record + at.firsts), left_out, &run); ) {
         fetch(record + at.starts + 2 * run.first, 2 * (run.end - run.first + 1));
         fetch(record + at.codes + hsri_centre_at(at.n, run.first, 0),
               hsri_centre_at(at.n, run.end - 1, at.n - 1) - hsri_centre_at(at.n, run.first, 0));
     }
+}
+
+/* What cluster k's tokens [first, end) are scored by, in the next loop. */
+static void fetch_tokens(const uint8_t *record, const hsri_cluster_layout *at, uint32_t k, uint32_t first, uint32_t end)
+{
+    fetch(record + at->spreads + k, 1);
+    for (uint32_t set = 0; set < at->n / 8 && first < end; set++)
+        fetch(record + at->tokens + ((uint64_t)set * HSRI_SEGMENT_TOKENS + first) * 4, (end - first) * 4);
 }
 
 /* ---- items ---- */
@@ -298,8 +310,8 @@ static void count_families(const select_job *job, const pick_state *p, uint32_t 
 
 static void score_families(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
 {
-    if (segment + 1 < p->n_segments)
-        fetch_families(job, p, kv_head, segment + 1);
+    if (segment + 2 < p->n_segments)
+        fetch_families(job, p, kv_head, segment + 2);
     for (uint32_t vote = 0; vote < p->n_votes; vote++) {
         uint64_t                at = segments_at(job, p, vote, kv_head * job->heads_per_kv) + segment;
         hsri_cluster_score_args a = { .mass = job->family_mass + at * FAMILIES, .mass_stride = job->max_segments * FAMILIES };
@@ -317,6 +329,8 @@ static void families_run(const void *arg, uint64_t first, uint64_t end, uint32_t
 
 /* ---- the best of many ---- */
 
+#define BINS 2048u
+
 /* What may be among the best of a list: clusters, or families. */
 typedef struct contest {
     const select_job *job;
@@ -324,24 +338,44 @@ typedef struct contest {
     uint32_t     kv_head, n_all, usual;         /* how many of them, with how many tokens on average */
     const float *worth;
     const uint32_t *tokens;
-    uint32_t    *index, *bits, *weight, n;      /* of those that take part: place, worth as a word, tokens */
-    uint32_t    *rivals;                        /* which of these may be the last one taken */
+    uint32_t    *index, n;                      /* of those that take part: places */
+    uint64_t    *rivals;                        /* and what they are worth as a word, above their tokens */
+    float        highest;                       /* worth of these */
+    float       *best;                          /* the largest of sets */
 } contest;
+
+/* Of places among n_all, with scratch of four words for each of `most`, which is even. */
+static contest contest_of(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t n_all, uint32_t usual, uint32_t *work,
+                          uint64_t most)
+{
+    return (contest){ .job = job, .pick = p, .kv_head = kv_head, .n_all = n_all, .usual = usual, .index = work,
+                      .rivals = (uint64_t *)(work + most), .best = (float *)(work + 3 * most) };
+}
+
+static inline uint32_t word_of(float worth)
+{
+    uint32_t word;
+
+    memcpy(&word, &worth, sizeof word);
+    return word;
+}
 
 /* All that are worth at least so much, in their order; returns how many tokens they have. */
 static uint64_t enter(contest *c, float least)
 {
     const uint32_t n = c->job->dev->kernels.sparse.reach(c->worth, c->n_all, least, c->index);
     uint64_t       tokens = 0;
-    uint32_t      *index = c->index, *bits = c->bits, *weights = c->weight, n_in = 0;
+    uint32_t      *index = c->index, n_in = 0;
 
+    c->highest = least;
     for (uint32_t i = 0; i < n; i++) {
         uint32_t k = index[i], weight = c->tokens[k];
+        float    worth = c->worth[k];
 
         index[n_in] = k;
-        weights[n_in] = weight;
-        memcpy(&bits[n_in], &c->worth[k], sizeof *bits);
+        c->rivals[n_in] = (uint64_t)word_of(worth) << 32 | weight;
         n_in += weight > 0;
+        c->highest = worth > c->highest ? worth : c->highest;
         tokens += weight;
     }
     c->n = n_in;
@@ -349,49 +383,51 @@ static uint64_t enter(contest *c, float least)
 }
 
 /* First by a bar that as many reach as there would be of twice the usual size, since those are worth more: that leaves few. If they have
- * too few tokens, by a lower one, and then all enter. */
-static uint64_t enter_best(contest *c, uint64_t limit)
+ * too few tokens, by a lower one, and then all enter. *least is the bar. */
+static uint64_t enter_best(contest *c, uint64_t limit, float *least)
 {
-    float   *best = (float *)c->rivals;
-    uint32_t n_sets = hsri_top_sets(&c->job->dev->kernels.sparse, c->worth, c->n_all, best);
+    uint32_t n_sets = hsri_top_sets(&c->job->dev->kernels.sparse, c->worth, c->n_all, c->best);
 
     for (uint32_t size = 2 * c->usual; size > c->usual / 8; size /= 2) {
-        float    least = hsri_top_bar(best, n_sets, (uint32_t)(limit / size + 1), c->index);
-        uint64_t tokens = enter(c, least);
+        uint64_t tokens;
 
-        if (tokens > limit || least == 0.0f)
+        *least = hsri_top_bar(c->best, n_sets, (uint32_t)(limit / size + 1), c->index);
+        tokens = enter(c, *least);
+        if (tokens > limit || *least == 0.0f)
             return tokens;
     }
+    *least = 0.0f;
     return enter(c, 0.0f);
 }
 
-/* The worth, as a word, at which the limit is passed; *left: tokens that those of this worth may still have. Words are looked at in three
- * parts, the highest first. */
-static uint32_t find_bar(const contest *c, uint64_t *left)
+/* The worth, as a word, at which the limit is passed; *left: tokens that those of this worth may still have. Bins between the lowest and the
+ * highest word of the rivals, which are used up, are as narrow as can be: words lie close together, and a sum that many add to is waited for. */
+static uint32_t find_bar(const contest *c, float least, uint64_t *left)
 {
-    static const uint32_t shifts[] = { 21, 10, 0 }, bins[] = { 2048, 2048, 1024 };
-    uint32_t tokens[2048], bar = 0, n = c->n;
+    uint64_t *rivals = c->rivals;
+    uint32_t  tokens[BINS], low = word_of(least), high = word_of(c->highest), n = c->n;
 
-    for (uint32_t i = 0; i < n; i++)
-        c->rivals[i] = i;
-    for (uint32_t pass = 0; pass < 3; pass++) {
-        uint32_t bin = bins[pass] - 1, kept = 0;
+    for (;;) {
+        uint32_t shift = high - low < BINS ? 0 : (uint32_t)(__builtin_clz(BINS) + 1 - __builtin_clz(high - low));
+        uint32_t bin = (high - low) >> shift, kept = 0;
 
-        memset(tokens, 0, bins[pass] * sizeof *tokens);
+        memset(tokens, 0, (bin + 1) * sizeof *tokens);
         for (uint32_t i = 0; i < n; i++)
-            tokens[c->bits[c->rivals[i]] >> shifts[pass] & (bins[pass] - 1)] += c->weight[c->rivals[i]];
+            tokens[((uint32_t)(rivals[i] >> 32) - low) >> shift] += (uint32_t)rivals[i];
         while (bin > 0 && tokens[bin] <= *left)
             *left -= tokens[bin--];
+        if (shift == 0)
+            return low + bin;
         for (uint32_t i = 0; i < n; i++) {
-            uint32_t rival = c->rivals[i];
+            uint64_t rival = rivals[i];
 
-            c->rivals[kept] = rival;
-            kept += (c->bits[rival] >> shifts[pass] & (bins[pass] - 1)) == bin;
+            rivals[kept] = rival;
+            kept += ((uint32_t)(rival >> 32) - low) >> shift == bin;
         }
-        bar |= bin << shifts[pass];
+        low += bin << shift;
+        high = (uint32_t)hsri_min(high, low + ((1u << shift) - 1));
         n = kept;
     }
-    return bar;
 }
 
 /* Take the best clusters until the next one would have too many tokens; of equals, the first ones. What is taken comes first in
@@ -399,18 +435,20 @@ static uint32_t find_bar(const contest *c, uint64_t *left)
 static void take_best(contest *c, uint64_t limit)
 {
     uint64_t left = limit;
-    uint32_t n = 0, bar = 0;
-    bool     all = enter_best(c, limit) <= limit;
+    uint32_t n = 0, bar;
+    float    least;
 
-    if (!all)
-        bar = find_bar(c, &left);
+    if (enter_best(c, limit, &least) <= limit)
+        return;
+    bar = find_bar(c, least, &left);
     for (uint32_t i = 0; i < c->n; i++) {
-        bool equal = !all && c->bits[i] == bar, fits = c->weight[i] <= left;
+        uint32_t k = c->index[i], word = word_of(c->worth[k]);
+        bool     fits = c->tokens[k] <= left;
 
-        if (equal)
-            left = fits ? left - c->weight[i] : 0;
-        c->index[n] = c->index[i];
-        n += all || (equal ? fits : c->bits[i] > bar);
+        if (word == bar)
+            left = fits ? left - c->tokens[k] : 0;
+        c->index[n] = k;
+        n += word > bar || (word == bar && fits);
     }
     c->n = n;
 }
@@ -426,21 +464,32 @@ static uint64_t list_items(const select_job *job, const pick_state *p) { return 
 
 /* ---- admit ---- */
 
+static void weigh_families(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
+{
+    uint64_t        at = (list_segments_at(job, p, kv_head) + segment) * FAMILIES;
+    const uint32_t *tokens = job->family_tokens + at;
+    float          *worth = job->family_worth + at;
+
+    weigh(job, p, kv_head, segment, &job->families, job->family_mass + (uint64_t)segment * FAMILIES, job->max_segments * FAMILIES, FAMILIES,
+          worth);
+    for (uint32_t f = 0; f < FAMILIES; f++)
+        worth[f] = tokens[f] ? worth[f] / (float)tokens[f] : HSRI_NO_WORTH;
+}
+
+static void weigh_families_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    (void)worker;
+    run_segments(arg, first, end, family_items, weigh_families);
+}
+
 /* Families that are worth most for each token. */
 static void admit_best(const select_job *job, const pick_state *p, uint32_t kv_head, uint64_t *left_out)
 {
     uint64_t  at = list_segments_at(job, p, kv_head) * FAMILIES, most = job->max_segments * FAMILIES;
-    uint32_t *work = job->family_work + 4 * at;
-    float    *worth = job->family_worth + at;
-    contest   c = { .job = job, .pick = p, .kv_head = kv_head, .n_all = p->n_segments * FAMILIES, .usual = HSRI_SEGMENT_TOKENS / FAMILIES,
-                    .worth = worth, .tokens = job->family_tokens + at,
-                    .index = work, .bits = work + most, .weight = work + 2 * most, .rivals = work + 3 * most };
+    contest   c = contest_of(job, p, kv_head, p->n_segments * FAMILIES, HSRI_SEGMENT_TOKENS / FAMILIES, job->family_work + 4 * at, most);
 
-    for (uint32_t segment = 0; segment < p->n_segments; segment++)
-        weigh(job, p, kv_head, segment, &job->families, job->family_mass + (uint64_t)segment * FAMILIES, most, FAMILIES,
-              worth + (uint64_t)segment * FAMILIES);
-    for (uint32_t f = 0; f < c.n_all; f++)
-        worth[f] = c.tokens[f] ? worth[f] / (float)c.tokens[f] : HSRI_NO_WORTH;
+    c.worth = job->family_worth + at;
+    c.tokens = job->family_tokens + at;
     take_best(&c, (uint64_t)candidates_of(p) * ADMITTED);
     memset(left_out, 0xff, p->n_segments * sizeof *left_out);
     for (uint32_t i = 0; i < c.n; i++)
@@ -602,12 +651,11 @@ static void list_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
         const pick_state *p = find_pick(job, &i, list_items);
         uint32_t          kv_head = (uint32_t)i, *work = job->cluster_work + work_at(job, p, kv_head), *taken = taken_at(job, p, kv_head);
         const uint32_t   *numbers = job->cluster_number + list_at(job, p, kv_head) * most;
-        contest           c = { .job = job, .pick = p, .kv_head = kv_head, .usual = HSRI_SEGMENT_TOKENS / CLUSTERS,
-                                .n_all = job->first_surveyed[firsts_at(job, p, kv_head) + p->n_segments],
-                                .worth = job->cluster_worth + list_at(job, p, kv_head) * most,
-                                .tokens = job->cluster_tokens + list_at(job, p, kv_head) * most,
-                                .index = work, .bits = work + most, .weight = work + 2 * most, .rivals = work + 3 * most };
+        const uint32_t    n_all = job->first_surveyed[firsts_at(job, p, kv_head) + p->n_segments];
+        contest           c = contest_of(job, p, kv_head, n_all, HSRI_SEGMENT_TOKENS / CLUSTERS, work, most);
 
+        c.worth = job->cluster_worth + list_at(job, p, kv_head) * most;
+        c.tokens = job->cluster_tokens + list_at(job, p, kv_head) * most;
         if (p->all_clusters)
             take_all(&c);
         else
@@ -638,24 +686,36 @@ static uint32_t *first_listed_at(const select_job *job, const pick_state *p, uin
     return job->first_listed + firsts_at(job, p, kv_head);
 }
 
+/* Bits of bytes that are 0 or 1. */
+static void write_marks(const uint8_t *pages, uint32_t *marks)
+{
+    memset(marks, 0, HSRI_MARK_WORDS * sizeof *marks);
+    for (uint32_t i = 0; i < HSRI_SEGMENT_PAGES; i += 8) {
+        uint64_t bytes;
+
+        memcpy(&bytes, pages + i, sizeof bytes);
+        marks[i / 32] |= (uint32_t)(bytes * 0x0102040810204080u >> 56) << i % 32;
+    }
+}
+
 static void mark_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
 {
     const hsri_cluster_layout layout = hsri_cluster_layout_of(&p->seq->index_shape);
     const uint8_t  *record = record_at(job, p, kv_head, segment);
     const uint16_t *starts = (const uint16_t *)(record + layout.starts), *positions = (const uint16_t *)(record + layout.positions);
     const uint32_t *taken = job->first_taken + firsts_at(job, p, kv_head) + segment, *clusters = taken_at(job, p, kv_head);
-    uint32_t        marks[HSRI_MARK_WORDS];
+    uint8_t         pages[HSRI_SEGMENT_PAGES];
 
-    memset(marks, p->all_clusters ? 0xff : 0, sizeof marks);
-    for (uint32_t i = taken[0]; i < taken[1] && !p->all_clusters; i++)
-        __builtin_prefetch(&positions[starts[clusters[i] % CLUSTERS]]);
+    /* A byte for each page: a word of bits that many add to is waited for. */
+    memset(pages, p->all_clusters, sizeof pages);
     for (uint32_t i = taken[0]; i < taken[1] && !p->all_clusters; i++) {
         uint32_t k = clusters[i] % CLUSTERS;
 
+        fetch_tokens(record, &layout, k, starts[k], starts[k + 1]);
         for (uint32_t t = starts[k]; t < starts[k + 1]; t++)
-            marks[positions[t] / HSRI_PAGE_TOKENS / 32] |= 1u << positions[t] / HSRI_PAGE_TOKENS % 32;
+            pages[positions[t] / HSRI_PAGE_TOKENS] = 1;
     }
-    memcpy(marks_at(job, p, kv_head, segment), marks, sizeof marks);
+    write_marks(pages, marks_at(job, p, kv_head, segment));
 }
 
 static void mark_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
@@ -721,6 +781,21 @@ static void list_pages(const select_job *job, const pick_state *p, uint32_t kv_h
         listed[i - first] = p->first_page + i;
 }
 
+/* For estimates: clusters that compete, and tokens of those that are taken. */
+static uint64_t rival_items(const select_job *job, const pick_state *p)
+{
+    uint64_t n = 0;
+
+    for (uint32_t kv_head = 0; kv_head < job->kv->n_kv_heads && p->n_segments; kv_head++)
+        n += job->first_surveyed[firsts_at(job, p, kv_head) + p->n_segments];
+    return n;
+}
+
+static uint64_t candidate_items(const select_job *job, const pick_state *p)
+{
+    return p->n_segments && !p->all_clusters ? (uint64_t)job->kv->n_kv_heads * candidates_of(p) : 0;
+}
+
 void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job)
 {
     uint64_t n_surveys = all_items(job, survey_items), n_families = all_items(job, family_items), n_lists = all_items(job, list_items);
@@ -730,13 +805,14 @@ void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job)
     for (uint32_t i = 0; i < job->n_picks; i++)
         if (!job->picks[i].all_families)
             write_shares(job, &job->picks[i], &job->families);
+    hsri_cpu_run_items(dev, n_families, n_families * n_heads * WEIGH_FAMILIES_NS, weigh_families_run, job);
     hsri_cpu_run_items(dev, n_lists, n_families * ADMIT_NS, admit_run, job);
     hsri_cpu_run_items(dev, n_surveys, n_surveys * n_heads * SURVEY_NS, survey_run, job);
     for (uint32_t i = 0; i < job->n_picks; i++)
         write_shares(job, &job->picks[i], &job->clusters);
     hsri_cpu_run_items(dev, n_surveys, n_surveys * n_heads * WEIGH_NS, weigh_run, job);
-    hsri_cpu_run_items(dev, n_lists, n_surveys * LIST_NS, list_run, job);
-    hsri_cpu_run_items(dev, n_surveys, n_surveys * MARK_NS, mark_run, job);
+    hsri_cpu_run_items(dev, n_lists, all_items(job, rival_items) * LIST_NS, list_run, job);
+    hsri_cpu_run_items(dev, n_surveys, n_surveys * MARK_NS + all_items(job, candidate_items) * MARK_TOKEN_NS, mark_run, job);
     for (uint32_t i = 0; i < job->n_picks; i++)
         for (uint32_t kv_head = 0; kv_head < job->kv->n_kv_heads && job->picks[i].n_segments; kv_head++)
             list_pages(job, &job->picks[i], kv_head);

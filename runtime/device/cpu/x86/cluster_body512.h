@@ -17,45 +17,52 @@ typedef struct cluster_head {
     float   step, base;
 } cluster_head;
 
-/* Weights [n] as bytes of the largest, and the sum of those; returns what a step stands for. Not finite: nothing. */
-static inline float to_bytes(const float *weights, uint32_t n, int32_t *quads, int32_t *sum)
+/* A head's weights of n components: of its rotated query, in the scales of a record. False if one is not finite. */
+static inline bool weigh_components(const float *rotated, const float *scales, uint32_t n, float factor, __m512 *weights)
+{
+    __mmask16 bad = 0;
+
+    UNROLL for (uint32_t i = 0; i < 2; i++) {
+        __mmask16 mask = n > 16 * i ? lanes(n - 16 * i) : 0;
+        __m512    x = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, rotated + 16 * i), _mm512_maskz_loadu_ps(mask, scales + 16 * i));
+
+        weights[i] = _mm512_mul_ps(x, _mm512_set1_ps(factor));
+        bad |= _mm512_fpclass_ps_mask(weights[i], 0x99);        /* NaN or infinite */
+    }
+    return bad == 0;
+}
+
+/* Weights as bytes of the largest, and the sum of those; returns what a step stands for. */
+static inline float to_bytes(const __m512 *weights, int32_t *quads, int32_t *sum)
 {
     _Alignas(32) int8_t bytes[32];
-    __m512  half[2], most;
     __m512i words[2];
-    float   largest;
+    float   largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(weights[0]), _mm512_abs_ps(weights[1])));
+    __m512  by = _mm512_set1_ps(largest > 0x1p-100f ? 127.0f / largest : 0.0f);
 
-    UNROLL for (uint32_t i = 0; i < 2; i++)
-        half[i] = _mm512_maskz_loadu_ps(n >= 16 * i + 16 ? 0xffff : n <= 16 * i ? 0 : (__mmask16)((1u << (n - 16 * i)) - 1),
-                                        weights + 16 * i);
-    /* The second, if the first is NaN. */
-    most = _mm512_max_ps(_mm512_abs_ps(half[0]), _mm512_max_ps(_mm512_abs_ps(half[1]), _mm512_setzero_ps()));
-    largest = _mm512_reduce_max_ps(most);
     UNROLL for (uint32_t i = 0; i < 2; i++) {
-        __m512 by = _mm512_set1_ps(largest > 0x1p-100f && largest < INFINITY ? 127.0f / largest : 0.0f), x = _mm512_mul_ps(half[i], by);
-
-        words[i] = _mm512_cvtps_epi32(_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), x));
+        words[i] = _mm512_cvtps_epi32(_mm512_mul_ps(weights[i], by));
         _mm_store_si128((__m128i *)bytes + i, _mm512_cvtsepi32_epi8(words[i]));
     }
     *sum = _mm512_reduce_add_epi32(_mm512_add_epi32(words[0], words[1]));
     memcpy(quads, bytes, HSRI_CLUSTER_COMPONENTS);
-    return largest < INFINITY ? largest / 127.0f : 0.0f;
+    return largest / 127.0f;
 }
 
 /* Not a number becomes far below everything. */
 static inline void prepare_head(const hsri_cluster_score_args *a, const hsri_cluster_layout *at, uint32_t h, const float *scales,
                                 cluster_head *head)
 {
-    const float *mean = (const float *)(a->record + at->mean), *rotated = a->rotated + (uint64_t)h * a->shape->head_dim;
-    float        factor = a->scale * LOG2E, weights[HSRI_CLUSTER_COMPONENTS], base;
-    int32_t      sum;
+    const uint32_t d = a->shape->head_dim;
+    const float   *mean = (const float *)(a->record + at->mean);
+    float          factor = a->scale * LOG2E, base = factor * dot_float(a->queries + (uint64_t)h * d, mean, d) - a->reference[h] * LOG2E;
+    __m512         weights[2];
+    int32_t        sum;
 
-    base = factor * dot_float(a->queries + (uint64_t)h * a->shape->head_dim, mean, a->shape->head_dim) - a->reference[h] * LOG2E;
-    for (uint32_t c = 0; c < at->n; c++) {
-        weights[c] = rotated[c] * scales[c] * factor;
-        base += weights[c] * 0.0f;
-    }
-    head->step = to_bytes(weights, at->n, head->quads, &sum);
+    *head = (cluster_head){ .base = -1e30f };
+    if (!weigh_components(a->rotated + (uint64_t)h * d, scales, at->n, factor, weights))
+        return;
+    head->step = to_bytes(weights, head->quads, &sum);
     base -= 7.5f * head->step * (float)sum;
     head->base = base > -1e30f ? (base < 1e30f ? base : 1e30f) : -1e30f;
 }
@@ -217,12 +224,13 @@ static void score_families_512(const hsri_cluster_score_args *a) { score_centres
 static void prepare_members(const hsri_member_score_args *a, const hsri_cluster_layout *at, uint32_t h, cluster_head *head)
 {
     const float *scales = (const float *)(a->record + at->token_scales), *rotated = a->rotated + (uint64_t)h * a->shape->head_dim;
-    float        weights[HSRI_CLUSTER_COMPONENTS];
+    __m512       weights[2];
     int32_t      sum;
 
-    for (uint32_t c = 0; c < at->n; c++)
-        weights[c] = rotated[c] * scales[c] * (a->scale * LOG2E);
-    head->step = to_bytes(weights, at->n, head->quads, &sum);
+    *head = (cluster_head){ .base = 0.0f };
+    if (!weigh_components(rotated, scales, at->n, a->scale * LOG2E, weights))
+        return;
+    head->step = to_bytes(weights, head->quads, &sum);
     head->base = -7.5f * head->step * (float)sum;
 }
 
