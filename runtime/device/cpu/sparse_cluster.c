@@ -330,6 +330,7 @@ static void families_run(const void *arg, uint64_t first, uint64_t end, uint32_t
 /* ---- the best of many ---- */
 
 #define BINS 2048u
+#define BIN_WORDS (1u << 17)    /* 64 bins for each power of two, over 32 of these */
 
 /* What may be among the best of a list: clusters, or families. */
 typedef struct contest {
@@ -338,10 +339,10 @@ typedef struct contest {
     uint32_t     kv_head, n_all, usual;         /* how many of them, with how many tokens on average */
     const float *worth;
     const uint32_t *tokens;
-    uint32_t    *index, n;                      /* of those that take part: places */
-    uint64_t    *rivals;                        /* and what they are worth as a word, above their tokens */
-    float        highest;                       /* worth of these */
-    float       *best;                          /* the largest of sets */
+    uint32_t    *index, n;                      /* places of those that take part, at last of those that are taken */
+    uint64_t    *rivals;                        /* for the last place: worth, as a word, above tokens */
+    float       *best;                          /* the largest of sets, */
+    uint32_t     n_sets;                        /* which a few behind the last one are not in */
 } contest;
 
 /* Of places among n_all, with scratch of four words for each of `most`, which is even. */
@@ -360,52 +361,76 @@ static inline uint32_t word_of(float worth)
     return word;
 }
 
-/* All that are worth at least so much, in their order; returns how many tokens they have. */
+static inline float worth_of(uint32_t word)
+{
+    float worth;
+
+    memcpy(&worth, &word, sizeof worth);
+    return worth;
+}
+
+/* All that are worth at least so much take part; returns how many tokens they have. */
 static uint64_t enter(contest *c, float least)
 {
-    const uint32_t n = c->job->dev->kernels.sparse.reach(c->worth, c->n_all, least, c->index);
-    uint64_t       tokens = 0;
-    uint32_t      *index = c->index, n_in = 0;
+    uint64_t tokens = 0;
 
-    c->highest = least;
-    for (uint32_t i = 0; i < n; i++) {
-        uint32_t k = index[i], weight = c->tokens[k];
-        float    worth = c->worth[k];
-
-        index[n_in] = k;
-        c->rivals[n_in] = (uint64_t)word_of(worth) << 32 | weight;
-        n_in += weight > 0;
-        c->highest = worth > c->highest ? worth : c->highest;
-        tokens += weight;
-    }
-    c->n = n_in;
+    c->n = c->job->dev->kernels.sparse.reach(c->worth, c->n_all, least, c->index);
+    for (uint32_t i = 0; i < c->n; i++)
+        tokens += c->tokens[c->index[i]];
     return tokens;
 }
 
 /* First by a bar that as many reach as there would be of twice the usual size, since those are worth more: that leaves few. If they have
- * too few tokens, by a lower one, and then all enter. *least is the bar. */
-static uint64_t enter_best(contest *c, uint64_t limit, float *least)
+ * too few tokens, by a lower one, and then all enter. */
+static uint64_t enter_best(contest *c, uint64_t limit)
 {
-    uint32_t n_sets = hsri_top_sets(&c->job->dev->kernels.sparse, c->worth, c->n_all, c->best);
+    c->n_sets = hsri_top_sets(&c->job->dev->kernels.sparse, c->worth, c->n_all, c->best);
+    for (uint32_t size = 2 * c->usual; size > c->usual / 8 && limit / size + 1 < c->n_sets; size /= 2) {
+        uint64_t tokens = enter(c, hsri_top_bar(c->best, c->n_sets, (uint32_t)(limit / size + 1), c->index));
 
-    for (uint32_t size = 2 * c->usual; size > c->usual / 8; size /= 2) {
-        uint64_t tokens;
-
-        *least = hsri_top_bar(c->best, n_sets, (uint32_t)(limit / size + 1), c->index);
-        tokens = enter(c, *least);
-        if (tokens > limit || *least == 0.0f)
+        if (tokens > limit)
             return tokens;
     }
-    *least = 0.0f;
     return enter(c, 0.0f);
 }
 
-/* The worth, as a word, at which the limit is passed; *left: tokens that those of this worth may still have. Bins between the lowest and the
- * highest word of the rivals, which are used up, are as narrow as can be: words lie close together, and a sum that many add to is waited for. */
-static uint32_t find_bar(const contest *c, float least, uint64_t *left)
+/* The best bins together have no more than *left tokens, the next one down, which is returned, would have; *left: what it may have. */
+static uint32_t find_bin(const uint32_t *tokens, uint32_t highest, uint64_t *left)
 {
-    uint64_t *rivals = c->rivals;
-    uint32_t  tokens[BINS], low = word_of(least), high = word_of(c->highest), n = c->n;
+    uint32_t bin = highest;
+
+    while (bin > 0 && tokens[bin] <= *left)
+        *left -= tokens[bin--];
+    return bin;
+}
+
+/* Worth as words in [*low, *high], in which the limit is passed. Bins are narrow: words lie close together, and a sum that many add to is
+ * waited for. What is worth next to nothing is in the first one. */
+static void find_range(const contest *c, uint32_t *low, uint32_t *high, uint64_t *left)
+{
+    float    highest = 0.0f;
+    uint32_t tokens[BINS] = { 0 }, from, bin;
+
+    for (uint32_t i = 0; i < c->n_sets; i++)
+        highest = c->best[i] > highest ? c->best[i] : highest;
+    for (uint32_t i = c->n_sets * HSRI_TOP_SET; i < c->n_all; i++)
+        highest = c->worth[i] > highest ? c->worth[i] : highest;
+    *high = word_of(highest);
+    from = *high > BINS * BIN_WORDS ? *high - BINS * BIN_WORDS + 1 : 0;
+    for (uint32_t i = 0; i < c->n; i++) {
+        uint32_t word = word_of(c->worth[c->index[i]]);
+
+        tokens[word > from ? (word - from) / BIN_WORDS : 0] += c->tokens[c->index[i]];
+    }
+    bin = find_bin(tokens, (*high - from) / BIN_WORDS, left);
+    *low = bin ? from + bin * BIN_WORDS : 0;
+    *high = (uint32_t)hsri_min(*high, from + (bin + 1) * BIN_WORDS - 1);
+}
+
+/* Of the n rivals with words in [low, high], which are used up, the word at which the limit is passed. */
+static uint32_t find_bar(uint64_t *rivals, uint32_t n, uint32_t low, uint32_t high, uint64_t *left)
+{
+    uint32_t tokens[BINS];
 
     for (;;) {
         uint32_t shift = high - low < BINS ? 0 : (uint32_t)(__builtin_clz(BINS) + 1 - __builtin_clz(high - low));
@@ -414,8 +439,7 @@ static uint32_t find_bar(const contest *c, float least, uint64_t *left)
         memset(tokens, 0, (bin + 1) * sizeof *tokens);
         for (uint32_t i = 0; i < n; i++)
             tokens[((uint32_t)(rivals[i] >> 32) - low) >> shift] += (uint32_t)rivals[i];
-        while (bin > 0 && tokens[bin] <= *left)
-            *left -= tokens[bin--];
+        bin = find_bin(tokens, bin, left);
         if (shift == 0)
             return low + bin;
         for (uint32_t i = 0; i < n; i++) {
@@ -430,25 +454,32 @@ static uint32_t find_bar(const contest *c, float least, uint64_t *left)
     }
 }
 
-/* Take the best clusters until the next one would have too many tokens; of equals, the first ones. What is taken comes first in
- * c->index. */
+/* Take the best until the next one would have too many tokens; of equals, the first ones. */
 static void take_best(contest *c, uint64_t limit)
 {
     uint64_t left = limit;
-    uint32_t n = 0, bar;
-    float    least;
+    uint32_t low, high, n_rivals = 0, n = 0, bar = 0;
+    bool     all = enter_best(c, limit) <= limit;
 
-    if (enter_best(c, limit, &least) <= limit)
-        return;
-    bar = find_bar(c, least, &left);
+    if (!all) {
+        find_range(c, &low, &high, &left);
+        enter(c, worth_of(low));
+        for (uint32_t i = 0; i < c->n; i++) {
+            uint32_t word = word_of(c->worth[c->index[i]]);
+
+            c->rivals[n_rivals] = (uint64_t)word << 32 | c->tokens[c->index[i]];
+            n_rivals += word <= high;
+        }
+        bar = find_bar(c->rivals, n_rivals, low, high, &left);
+    }
     for (uint32_t i = 0; i < c->n; i++) {
         uint32_t k = c->index[i], word = word_of(c->worth[k]);
-        bool     fits = c->tokens[k] <= left;
+        bool     equal = !all && word == bar, fits = c->tokens[k] <= left;
 
-        if (word == bar)
+        if (equal)
             left = fits ? left - c->tokens[k] : 0;
         c->index[n] = k;
-        n += word > bar || (word == bar && fits);
+        n += c->tokens[k] > 0 && (all || (equal ? fits : word > bar));
     }
     c->n = n;
 }
