@@ -23,12 +23,11 @@ static inline void fill_noise(float *x, uint64_t n, uint64_t seed, float size)
 
 static inline double half_at(const uint8_t *p)
 {
-    uint16_t h;
-    int      exponent;
+    uint16_t h, exponent;
 
     memcpy(&h, p, 2);
     exponent = h >> 10 & 31;
-    return exponent ? ldexp(1024 + (h & 1023), exponent - 25) : ldexp(h & 1023, -24);
+    return exponent ? (1024 + (h & 1023)) * (double)(1u << exponent) / (1u << 25) : (h & 1023) / (double)(1u << 24);
 }
 
 static inline double float_at(const uint8_t *p)

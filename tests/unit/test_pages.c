@@ -575,20 +575,22 @@ static void check_bits(world *w, const call *c, const float *part)
 
 /* ---- the calls ---- */
 
-/* Rows side by side: over two page boundaries, or one. */
-enum { N_RUN = CHECK_SANITIZED ? 70 : 150, N_POS = 24 + N_RUN, N_LISTS = 5, STRIDE = 40 };
+enum { MOST_RUN = 150, N_POS = N_SOME + MOST_RUN, N_LISTS = 5, STRIDE = 40 };
 
-/* The last tokens of every kind of page, a few neighbours, then a run of rows over a page boundary. */
-static uint32_t positions(const shape *s, uint32_t *pos)
+/* How many rows side by side: over two page boundaries, or over one where they take ten times as long. */
+static uint32_t run_length(int32_t isa) { return CHECK_SANITIZED || isa == HSR_ISA_REFERENCE ? 70 : MOST_RUN; }
+
+/* The last tokens of every kind of page, a few neighbours, then a run of rows. */
+static uint32_t positions(const shape *s, uint32_t n_run, uint32_t *pos)
 {
     static const uint32_t some[N_SOME] = { 0, 1, 63, 64, 65, 127, 128, 192, 255, 320, 500, 639, 640, 1000, 1023, 1024, 1100, 1300 };
     uint32_t n = 0;
 
     for (uint32_t i = 0; i < sizeof some / sizeof *some; i++)
-        if (some[i] + N_RUN < s->n_tokens)
+        if (some[i] + n_run < s->n_tokens)
             pos[n++] = some[i];
-    for (uint32_t i = 0; i < N_RUN; i++)
-        pos[n++] = s->n_tokens - N_RUN + i;
+    for (uint32_t i = 0; i < n_run; i++)
+        pos[n++] = s->n_tokens - n_run + i;
     return n;
 }
 
@@ -612,7 +614,8 @@ static uint32_t make_lists(const shape *s, uint32_t *units, uint32_t *counts)
 static void test_shape(shape s, int32_t isa)
 {
     static const struct { int32_t n_threads; bool async; } variants[] = { { 1, false }, { 3, true }, { 2, false } };
-    uint32_t pos[N_POS], pick_of[N_POS], units[N_LISTS * N_KV * STRIDE] = { 0 }, counts[N_LISTS * N_KV], n = positions(&s, pos);
+    uint32_t pos[N_POS], pick_of[N_POS], units[N_LISTS * N_KV * STRIDE] = { 0 }, counts[N_LISTS * N_KV];
+    uint32_t n = positions(&s, run_length(isa), pos);
     float   *first[4] = { NULL }, *heard[4] = { NULL };
 
     for (uint32_t i = 0; i < n; i++)
@@ -625,7 +628,7 @@ static void test_shape(shape s, int32_t isa)
         { .op = LIST, .pos = pos, .n_rows = n, .g0 = 0, .g1 = 5, .pick_of = pick_of, .units = units, .counts = counts, .n_picks = N_LISTS,
           .stride = STRIDE },
     };
-    for (uint32_t v = 0; v < (CHECK_SANITIZED ? 2 : sizeof variants / sizeof *variants); v++) {
+    for (uint32_t v = 0; v < (run_length(isa) < MOST_RUN ? 2 : sizeof variants / sizeof *variants); v++) {
         world  w = world_open(s, variants[v].n_threads, isa, variants[v].async);
         bool   rounds = s.plain == HSRI_KV_TYPE_BF16 || s.format == HSRI_KV_TYPE_INT8 || s.format == HSRI_KV_TYPE_COMPACT;
         double tolerance = rounds && w.dev->isa == HSR_ISA_AMX ? 0.03 : 2e-4;

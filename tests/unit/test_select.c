@@ -26,7 +26,8 @@ typedef struct rig {
     hsri_device *dev;
     hsri_queue  *q;
     uint32_t     buffers[64];
-    uint32_t     n_buffers;
+    uint32_t     n_buffers, n_kept;   /* the first of them stay from run to run */
+    hsri_ref     pool, calibration;   /* of the world that was loaded */
 } rig;
 
 static rig rig_open(int32_t n_threads, int32_t isa, bool async)
@@ -40,10 +41,17 @@ static rig rig_open(int32_t n_threads, int32_t isa, bool async)
     return r;
 }
 
+/* Free what came after the kept buffers. */
+static void rig_clear(rig *r)
+{
+    while (r->n_buffers > r->n_kept)
+        r->dev->free(r->dev, r->buffers[--r->n_buffers]);
+}
+
 static void rig_close(rig *r)
 {
-    for (uint32_t i = 0; i < r->n_buffers; i++)
-        r->dev->free(r->dev, r->buffers[i]);
+    r->n_kept = 0;
+    rig_clear(r);
     r->dev->queue_destroy(r->q);
     r->dev->destroy(r->dev);
 }
@@ -78,6 +86,7 @@ typedef struct world {
     hsri_index_shape shape;
     uint8_t *pool;
     uint64_t pool_bytes;
+    uint32_t more_blocks;          /* after a block of slabs and one of strips for each sequence: cluster records, or pages */
     uint32_t *slabs[MOST_SEQS], *strips[MOST_SEQS], *pages[MOST_SEQS];
     uint32_t  records[MOST_SEQS][MOST_SEGMENTS * LAYERS * KV_HEADS];
     float    *calibration, *queries, *rotated, *acc;
@@ -142,7 +151,7 @@ static void fill_sequence(world *w, const hsri_kernels *kernels, uint32_t seq, u
     w->slabs[seq] = calloc(n_slabs * LAYERS * KV_HEADS, sizeof(uint32_t));
     w->pages[seq] = calloc(n * LAYERS * KV_HEADS, sizeof(uint32_t));
     w->strips[seq] = calloc(n_strips * LAYERS * KV_HEADS + 1, sizeof(uint32_t));
-    /* Scattered: each sequence has a block of slabs and one of strips, in falling order. */
+    /* Each sequence has a block of slabs and one of strips, in falling order. */
     for (uint32_t i = 0; i < n_slabs * LAYERS * KV_HEADS; i++)
         w->slabs[seq][i] = (seq * 2) << 8 | (SLABS - 1 - i);
     for (uint32_t i = 0; i < n_strips * LAYERS * KV_HEADS && w->shape.code_bytes; i++)
@@ -157,7 +166,7 @@ static void fill_sequence(world *w, const hsri_kernels *kernels, uint32_t seq, u
             if (page >= w->sink)
                 kernels->sparse.encode(&w->shape, &record, k, v, (uint8_t *)(uintptr_t)entry_of(w, seq, kv_head, page),
                                        (uint8_t *)(uintptr_t)codes_of(w, seq, kv_head, page), scratch);
-            w->pages[seq][at] = !with_pages ? 0 : (uint32_t)((8 + seq * 4 + slot / per_block) << 8 | slot % per_block);
+            w->pages[seq][at] = !with_pages ? 0 : (uint32_t)((w->more_blocks + seq * 4 + slot / per_block) << 8 | slot % per_block);
             uint8_t *page_slot = w->pool + (uint64_t)(w->pages[seq][at] >> 8) * HSRI_BLOCK_BYTES + (w->pages[seq][at] & 255) * page_bytes;
 
             for (uint32_t t = 0; t < 64 && with_pages; t++)
@@ -179,18 +188,21 @@ typedef struct scenario {
 
 static world *world_new(const scenario *s, const hsri_kernels *kernels)
 {
-    world *w = calloc(1, sizeof *w);
+    world   *w = calloc(1, sizeof *w);
+    uint32_t n_seqs = 0;
 
     *w = (world){ .d = s->d, .n_heads = s->n_heads, .sink = s->sink, .window = s->window, .reach = s->reach, .n_forced = s->n_forced,
-                  .scale = 1 / sqrtf((float)s->d), .shape = shape_of(s->kind, s->d, s->n_4bit, s->n_2bit),
-                  .pool_bytes = (s->selector == HSRI_SELECT_ORACLE ? 24ull : 8ull) * HSRI_BLOCK_BYTES };
+                  .scale = 1 / sqrtf((float)s->d), .shape = shape_of(s->kind, s->d, s->n_4bit, s->n_2bit) };
     w->shape.clusters = s->candidates > 0;
-    w->pool_bytes += s->candidates > 0 ? MOST_SEQS * HSRI_BLOCK_BYTES : 0;
+    while (n_seqs < MOST_SEQS && s->pos[n_seqs])
+        n_seqs++;
+    w->more_blocks = 2 * n_seqs;
+    w->pool_bytes = n_seqs * (s->selector == HSRI_SELECT_ORACLE ? 6ull : s->candidates > 0 ? 3ull : 2ull) * HSRI_BLOCK_BYTES;
     w->pool = hsri_new_aligned(w->pool_bytes, 1);
     w->calibration = malloc(LAYERS * KV_HEADS * hsri_calibration_floats(w->d) * sizeof(float));
     for (uint32_t i = 0; i < LAYERS * KV_HEADS; i++)
         fill_calibration(w->calibration + i * hsri_calibration_floats(w->d), w->d, 7 * i);
-    for (uint32_t seq = 0; seq < MOST_SEQS && s->pos[seq]; seq++, w->n_seqs++) {
+    for (uint32_t seq = 0; seq < n_seqs; seq++, w->n_seqs++) {
         uint32_t n_rows = s->run ? HSRI_PICK_ROWS : 1, n = sealed_pages(w, s->pos[seq]);
 
         w->picks[w->n_picks++] = (hsri_pick){ w->n_rows, n_rows };
@@ -229,12 +241,28 @@ static void spoil_strips(world *w, uint32_t seq, uint32_t n_segments)
         memset(w->pool + (uint64_t)(w->strips[seq][i] >> 8) * HSRI_BLOCK_BYTES + (uint64_t)(w->strips[seq][i] & 255) * bytes, 0xa5, bytes);
 }
 
-/* Cluster records of all whole segments: one block for each sequence. The components that they were made of are gone then. */
-static void make_clusters(world *w, rig *r)
+/* What every run reads, and none writes, goes to the device once. */
+static void load_world(rig *r, const world *w)
 {
-    hsri_kv_view kv = { .pool_buf = upload(r, w->pool, w->pool_bytes).buf, .n_layers = LAYERS, .n_kv_heads = KV_HEADS, .head_dim = w->d,
-                        .calibration = upload(r, w->calibration, LAYERS * KV_HEADS * hsri_calibration_floats(w->d) * sizeof(float)) };
+    r->pool = upload(r, w->pool, w->pool_bytes);
+    r->calibration = upload(r, w->calibration, LAYERS * KV_HEADS * hsri_calibration_floats(w->d) * sizeof(float));
+    r->n_kept = r->n_buffers;
+}
 
+static hsri_kv_view view_of(const rig *r, const world *w)
+{
+    return (hsri_kv_view){ .pool_buf = r->pool.buf, .n_layers = LAYERS, .n_kv_heads = KV_HEADS, .head_dim = w->d,
+                           .calibration = r->calibration };
+}
+
+/* Cluster records of all whole segments: one block for each sequence. The components that they were made of are gone then. */
+static void make_clusters(world *w, int32_t isa)
+{
+    rig          one = rig_open(1, isa, false), *r = &one;
+    hsri_kv_view kv;
+
+    load_world(r, w);
+    kv = view_of(r, w);
     for (uint32_t seq = 0; seq < w->n_seqs; seq++) {
         uint32_t n_pages = sealed_pages(w, w->rows[w->picks[seq].row].pos), n_segments = (uint32_t)hsri_segments(n_pages, w->sink);
         hsri_ref index = upload(r, w->slabs[seq], (n_pages / w->shape.per_slab + 1) * LAYERS * KV_HEADS * 4);
@@ -242,7 +270,7 @@ static void make_clusters(world *w, rig *r)
 
         CHECK(n_segments <= MOST_SEGMENTS);
         for (uint32_t i = 0; i < n_segments * LAYERS * KV_HEADS; i++)
-            w->records[seq][i] = (8 + seq) << 8 | i;
+            w->records[seq][i] = (w->more_blocks + seq) << 8 | i;
         for (uint32_t i = 0; i < n_segments * KV_HEADS; i++) {
             hsri_cluster one = { .index = index,
                                  .strips = hsri_at(strips, i / KV_HEADS * HSRI_SEGMENT_STRIPS * LAYERS * KV_HEADS * 4),
@@ -254,11 +282,9 @@ static void make_clusters(world *w, rig *r)
             r->dev->ops.cluster(r->q, &kv, upload(r, &one, sizeof one), 1);
         }
     }
-    r->dev->copy_out(r->q, w->pool, (hsri_ref){ .buf = kv.pool_buf }, w->pool_bytes);
+    r->dev->copy_out(r->q, w->pool, r->pool, w->pool_bytes);
     CHECK(r->dev->wait(r->q, NULL) == HSR_OK);
-    for (uint32_t i = 0; i < r->n_buffers; i++)
-        r->dev->free(r->dev, r->buffers[i]);
-    r->n_buffers = 0;
+    rig_close(r);
     for (uint32_t seq = 0; seq < w->n_seqs; seq++)
         spoil_strips(w, seq, (uint32_t)hsri_segments(sealed_pages(w, w->rows[w->picks[seq].row].pos), w->sink));
 }
@@ -346,8 +372,7 @@ static result run_select(rig *r, const world *w, uint32_t pick0, uint32_t n_pick
     hsri_seq  seqs[MOST_SEQS] = { 0 };
     hsri_pick picks[MOST_SEQS];
     hsri_sparse settings[MOST_SEQS];
-    hsri_kv_view kv = { .pool_buf = upload(r, w->pool, w->pool_bytes).buf, .n_layers = LAYERS, .n_kv_heads = KV_HEADS, .head_dim = d,
-                        .calibration = upload(r, w->calibration, LAYERS * KV_HEADS * hsri_calibration_floats(d) * sizeof(float)) };
+    hsri_kv_view kv = view_of(r, w);
     hsri_batch batch = { .n_rows = n_rows, .n_seqs = w->n_seqs };
     hsri_ref   queries = upload(r, w->queries + row0 * w->n_heads * d, n * d * sizeof(float)), rotated = room(r, n * d * sizeof(float));
     hsri_ref   acc = upload(r, w->acc + row0 * w->n_heads * (d + 2), n * (d + 2) * sizeof(float)), scratch, d_settings, d_picks;
@@ -405,9 +430,7 @@ static result run_select(rig *r, const world *w, uint32_t pick0, uint32_t n_pick
     r->dev->copy_out(r->q, out.covered, lists.covered, n * 4);
     r->dev->copy_out(r->q, out.rotated, rotated, n * d * 4);
     CHECK(r->dev->wait(r->q, NULL) == HSR_OK);
-    for (uint32_t i = 0; i < r->n_buffers; i++)
-        r->dev->free(r->dev, r->buffers[i]);
-    r->n_buffers = 0;
+    rig_clear(r);
     return out;
 }
 
@@ -653,122 +676,166 @@ static candidates find_candidates(const world *w, const hsri_kernels *kernels, u
     return c;
 }
 
-/* Everything about one list. */
-static void check_list(const world *w, const hsri_kernels *kernels, const result *r, uint32_t pick, uint32_t kv_head, double tolerance)
+/* A list, and what it should be. Units are counted from the first page behind the sink. */
+typedef struct listing {
+    const hsri_pick   *pick;
+    const hsri_sparse *settings;
+    uint32_t   seq, kv_head, first, end, n_units, count, n_forced;
+    bool      *chosen, *forced;    /* [n_units] */
+    double    *mass;               /* [n_units], of the query that is looked at, relative to the largest */
+    double    *worth;              /* [n_units], over all voting queries */
+    candidates found;
+} listing;
+
+/* Which units were chosen; false if the list is no list of units in order. */
+static bool read_list(const world *w, const uint32_t *units, listing *l)
 {
-    const hsri_pick   *p = &w->picks[pick];
-    uint32_t           seq = w->rows[p->row].seq, end = sealed_pages(w, w->rows[p->row].pos), first = w->sink;
-    uint32_t           n_pages = end > first ? end - first : 0, n_units = n_pages * 4, g = group_of(w), d = w->d;
-    uint32_t           count = r->counts[pick * KV_HEADS + kv_head];
-    const uint32_t    *units = r->units + (pick * KV_HEADS + kv_head) * w->stride;
-    const hsri_sparse *s = &w->settings[seq];
-    double            *worth = calloc(n_units + 1, sizeof *worth), *mass = calloc(n_units + 1, sizeof *mass);
-    bool              *chosen = calloc(n_units + 1, 1), *forced = calloc(n_units + 1, 1), sorted = true;
+    for (uint32_t i = 0; i < l->count; i++) {
+        if (units[i] < l->first * 4 || units[i] >= l->end * 4 || (i > 0 && units[i] <= units[i - 1]))
+            return false;
+        l->chosen[units[i] - l->first * 4] = true;
+    }
+    return l->count <= w->stride;
+}
+
+static void check_forced(const world *w, listing *l)
+{
+    for (uint32_t i = 0; i < l->settings->n_forced; i++) {
+        uint32_t page = w->forced[l->seq][(LAYER * KV_HEADS + l->kv_head) * l->settings->n_forced + i];
+
+        for (uint32_t u = 0; u < 4 && page >= l->first && page < l->end; u++) {
+            CHECK(l->chosen[(page - l->first) * 4 + u] || w->aside);
+            l->n_forced += !l->forced[(page - l->first) * 4 + u];
+            l->forced[(page - l->first) * 4 + u] = true;
+        }
+    }
+}
+
+/* The virtual part of a query: mass and mean value of what was not chosen. */
+static void check_virtual(const world *w, const listing *l, const float *part, double left, double top, double tolerance)
+{
+    double *sum = calloc(w->d, sizeof *sum);
+
+    for (uint32_t u = 0; u < l->n_units; u++) {
+        const uint8_t *entry = entry_of(w, l->seq, l->kv_head, l->first + u / 4);
+
+        for (uint32_t j = 0; j < w->d && !l->chosen[u]; j++)
+            sum[j] += l->mass[u] * mean_value(&w->shape, entry, record_of(w, l->kv_head) + 2 * w->d * w->d + w->d, j);
+    }
+    for (uint32_t j = 0; j < w->d; j++)
+        CHECK(near((double)part[2 + j] / (double)part[1], sum[j] / left, 4 * tolerance));
+    free(sum);
+    CHECK(near((double)part[0] + log((double)part[1]), top + log(left), 3 * tolerance));
+}
+
+/* What head h of voting row `vote` makes of the list. */
+static void check_query(const world *w, const result *r, listing *l, uint32_t vote, uint32_t h, double tolerance)
+{
+    const uint64_t    query = (uint64_t)(l->pick->row + vote) * w->n_heads + h;
+    const uint32_t    g = group_of(w);
+    const float      *acc = w->acc + query * (w->d + 2), *part = r->virtual_part + query * (w->d + 2);
+    const candidates *found = &l->found;
+    double            exact = (double)acc[0] + log((double)acc[1]), top = exact, all, seen, left = 0;
+
+    for (uint32_t u = 0; u < l->n_units; u++) {
+        l->mass[u] = u < found->n_units ? found->mass[(vote * g + h % g) * found->n_units + u]
+                                        : log_mass(w, l->seq, l->kv_head, l->first * 4 + u, query);
+        top = fmax(top, l->mass[u]);
+    }
+    all = seen = exp(exact - top);
+    for (uint32_t u = 0; u < l->n_units; u++) {
+        l->mass[u] = exp(l->mass[u] - top);
+        all += l->mass[u];
+        *(l->chosen[u] ? &seen : &left) += l->mass[u];
+    }
+    for (uint32_t u = 0; u < l->n_units; u++) {
+        l->worth[u] += l->mass[u] / all;
+        CHECK(!l->chosen[u] || l->forced[u] || l->mass[u] > 0 || u >= found->n_units || l->settings->slice_units > 1 || w->reach > 100);
+    }
+    if (found->rest)
+        all += exp(found->rest[vote * g + h % g] - top);
+    if (found->n_units && w->reach > 100) {
+        /* Masses at their limit: which clusters are taken is not retold here. */
+        CHECK(r->covered[query] >= 0.0f && r->covered[query] <= 1.0f);
+        return;
+    }
+    CHECK(near((double)r->covered[query], seen / all, tolerance));
+    if (l->pick->n_rows == 1 && (l->settings->flags & HSRI_SPARSE_VIRTUAL) && l->settings->selector != HSRI_SELECT_MINMAX &&
+        left > 1e-20 * all)
+        check_virtual(w, l, part, left, top, tolerance);
+    else if (left <= 0 || part[1] == 0.0f || l->pick->n_rows > 1)
+        CHECK(part[0] == -INFINITY && part[1] == 0.0f && part[2] == 0.0f);
+}
+
+static void check_count(const listing *l)
+{
+    const hsri_sparse *s = l->settings;
     uint64_t           budget = s->budget_units;
-    uint32_t           n_forced = 0, n_slices = 0;
-    double             least = INFINITY, most = -1;
-    candidates         found = { 0 };
 
-    for (uint32_t i = 0; i < count; i++) {
-        sorted &= units[i] >= first * 4 && units[i] < end * 4 && (i == 0 || units[i] > units[i - 1]);
-        if (sorted)
-            chosen[units[i] - first * 4] = true;
-    }
-    if (!CHECK(sorted) || !CHECK(count <= w->stride))
-        goto done;
-    for (uint32_t i = 0; i < s->n_forced; i++) {
-        uint32_t page = w->forced[seq][(LAYER * KV_HEADS + kv_head) * s->n_forced + i];
-
-        for (uint32_t u = 0; u < 4 && page >= first && page < end; u++) {
-            CHECK(chosen[(page - first) * 4 + u] || w->aside);
-            n_forced += !forced[(page - first) * 4 + u];
-            forced[(page - first) * 4 + u] = true;
-        }
-    }
-    if ((s->selector == HSRI_SELECT_CLUSTER || s->selector == HSRI_SELECT_SKETCH) && w->shape.clusters && n_pages >= HSRI_SEGMENT_PAGES)
-        found = find_candidates(w, kernels, pick, kv_head);
-    for (uint32_t vote = 0; vote < p->n_rows; vote += HSRI_PICK_STRIDE) {
-        for (uint32_t h = kv_head * g; h < (kv_head + 1) * g; h++) {
-            uint64_t     query = (uint64_t)(p->row + vote) * w->n_heads + h;
-            const float *acc = w->acc + query * (d + 2), *part = r->virtual_part + query * (d + 2);
-            double       exact = (double)acc[0] + log((double)acc[1]), top = exact, all, seen, left = 0, *o = calloc(d, sizeof *o);
-
-            for (uint32_t u = 0; u < n_units; u++) {
-                mass[u] = u < found.n_units ? found.mass[(vote * g + h % g) * found.n_units + u]
-                                            : log_mass(w, seq, kv_head, first * 4 + u, query);
-                top = fmax(top, mass[u]);
-            }
-            all = seen = exp(exact - top);
-            for (uint32_t u = 0; u < n_units; u++) {
-                mass[u] = exp(mass[u] - top);
-                all += mass[u];
-                seen += chosen[u] ? mass[u] : 0;
-            }
-            for (uint32_t u = 0; u < n_units; u++) {
-                worth[u] += mass[u] / all;
-                CHECK(!chosen[u] || forced[u] || mass[u] > 0 || u >= found.n_units || s->slice_units > 1 || w->reach > 100);
-                if (chosen[u])
-                    continue;
-                left += mass[u];
-                for (uint32_t j = 0; j < d; j++)
-                    o[j] += mass[u] * mean_value(&w->shape, entry_of(w, seq, kv_head, first + u / 4),
-                                                 record_of(w, kv_head) + 2 * d * d + d, j);
-            }
-            if (found.rest)
-                all += exp(found.rest[vote * g + h % g] - top);
-            if (found.n_units && w->reach > 100) {
-                /* Masses at their limit: which clusters are taken is not retold here. */
-                CHECK(r->covered[query] >= 0.0f && r->covered[query] <= 1.0f);
-                free(o);
-                continue;
-            }
-            CHECK(near((double)r->covered[query], seen / all, tolerance));
-            if (p->n_rows == 1 && (s->flags & HSRI_SPARSE_VIRTUAL) && s->selector != HSRI_SELECT_MINMAX && left > 1e-20 * all) {
-                CHECK(near((double)part[0] + log((double)part[1]), top + log(left), 3 * tolerance));
-                for (uint32_t j = 0; j < d; j++)
-                    CHECK(near((double)part[2 + j] / (double)part[1], o[j] / left, 4 * tolerance));
-            } else if (left <= 0 || part[1] == 0.0f || p->n_rows > 1) {
-                CHECK(part[0] == -INFINITY && part[1] == 0.0f && part[2] == 0.0f);
-            }
-            free(o);
-        }
-    }
-    if (w->aside)       /* which ones were chosen is the same without */
-        goto done;
     if (s->ratio > 0)
-        budget = hsri_max(budget, (uint64_t)ceil((double)s->ratio * n_units));
+        budget = hsri_max(budget, (uint64_t)ceil((double)s->ratio * l->n_units));
     if (s->selector == HSRI_SELECT_HISTORY)
         budget = 0;
     if (s->selector == HSRI_SELECT_CLASSIC)
         budget = hsri_min(budget, s->top_fine * s->fine_units);
-    if (budget >= n_units)
-        CHECK(count == n_units);
+    if (budget >= l->n_units)
+        CHECK(l->count == l->n_units);
     else if (s->n_forced == 0)
-        CHECK(count == budget / s->slice_units * s->slice_units);
+        CHECK(l->count == budget / s->slice_units * s->slice_units);
     else
-        CHECK(count <= budget + n_forced && count > n_forced - 1);
-    if (s->selector <= HSRI_SELECT_CLUSTER && s->selector != HSRI_SELECT_CLASSIC) {
-        for (uint32_t u = 0; u < n_units; u += s->slice_units, n_slices++) {
-            double slice = 0;
+        CHECK(l->count <= budget + l->n_forced && l->count > l->n_forced - 1);
+}
 
-            for (uint32_t i = u; i < u + s->slice_units; i++) {
-                CHECK(chosen[i] == chosen[u]);
-                slice += worth[i];
-            }
-            if (chosen[u] && !forced[u])
-                least = fmin(least, slice);
-            if (!chosen[u])
-                most = fmax(most, slice);
+/* Slices are chosen whole, and none that was left is worth more than one that was chosen. */
+static void check_choice(const world *w, const listing *l, double tolerance)
+{
+    double least = INFINITY, most = -1;
+
+    for (uint32_t u = 0; u < l->n_units; u += l->settings->slice_units) {
+        double slice = 0;
+
+        for (uint32_t i = u; i < u + l->settings->slice_units; i++) {
+            CHECK(l->chosen[i] == l->chosen[u]);
+            slice += l->worth[i];
         }
-        CHECK(w->reach > 100 || most < 1e-20 || least > most * (1 - tolerance));
+        if (l->chosen[u] && !l->forced[u])
+            least = fmin(least, slice);
+        if (!l->chosen[u])
+            most = fmax(most, slice);
     }
-done:
-    free(found.mass);
-    free(found.rest);
-    free(worth);
-    free(mass);
-    free(chosen);
-    free(forced);
+    CHECK(w->reach > 100 || most < 1e-20 || least > most * (1 - tolerance));
+}
+
+/* Everything about one list. */
+static void check_list(const world *w, const hsri_kernels *kernels, const result *r, uint32_t pick, uint32_t kv_head, double tolerance)
+{
+    const hsri_pick *p = &w->picks[pick];
+    const uint32_t   list = pick * KV_HEADS + kv_head, end = sealed_pages(w, w->rows[p->row].pos), seq = w->rows[p->row].seq;
+    const uint32_t   n_pages = end > w->sink ? end - w->sink : 0, selector = w->settings[seq].selector;
+    listing l = { .pick = p, .settings = &w->settings[seq], .seq = seq, .kv_head = kv_head, .first = w->sink, .end = end,
+                  .n_units = n_pages * 4, .count = r->counts[list],
+                  .chosen = calloc(n_pages * 4 + 1, 1), .forced = calloc(n_pages * 4 + 1, 1),
+                  .mass = calloc(n_pages * 4 + 1, sizeof(double)), .worth = calloc(n_pages * 4 + 1, sizeof(double)) };
+
+    if (CHECK(read_list(w, r->units + (uint64_t)list * w->stride, &l))) {
+        check_forced(w, &l);
+        if ((selector == HSRI_SELECT_CLUSTER || selector == HSRI_SELECT_SKETCH) && w->shape.clusters && n_pages >= HSRI_SEGMENT_PAGES)
+            l.found = find_candidates(w, kernels, pick, kv_head);
+        for (uint32_t vote = 0; vote < p->n_rows; vote += HSRI_PICK_STRIDE)
+            for (uint32_t h = kv_head * group_of(w); h < (kv_head + 1) * group_of(w); h++)
+                check_query(w, r, &l, vote, h, tolerance);
+        if (!w->aside) {       /* which ones were chosen is the same without */
+            check_count(&l);
+            if (selector <= HSRI_SELECT_CLUSTER && selector != HSRI_SELECT_CLASSIC)
+                check_choice(w, &l, tolerance);
+        }
+    }
+    free(l.found.mass);
+    free(l.found.rest);
+    free(l.worth);
+    free(l.mass);
+    free(l.chosen);
+    free(l.forced);
 }
 
 static void check_rotated(const world *w, const result *r)
@@ -843,116 +910,116 @@ static const scenario scenarios[] = {
     { "oracle", HSRI_INDEX_SKETCH, 32, 16, 0, 4, 1, 2, HSRI_SELECT_ORACLE, 1, 40, 4, VIRTUAL, 0, { 3000, 200 }, 0, 3, 0 },
 };
 
-static void test_scenario(const scenario *s, int32_t isa, bool check)
-{
-    static const struct { int32_t n_threads; bool async; } others[] = { { 3, true }, { 4, false }, { 1, true } };
-    hsri_kernels kernels;
+/* A scenario's world at one level of instructions, on devices with several threads and with none of their own, at once and later. */
+typedef struct fixture {
+    const scenario *s;
     world       *w;
-    rig          r = rig_open(1, isa, false);
-    result       all;
+    hsri_kernels kernels;
+    rig          one, others[3];
+    uint32_t     n_others;
+    result       all;        /* what all rows together select */
+} fixture;
 
-    hsri_kernels_fill(&kernels, isa);
-    w = world_new(s, &kernels);
-    if (s->candidates)
-        make_clusters(w, &r);
-    all = run_select(&r, w, 0, w->n_picks);
-    memcpy(w->rotated, all.rotated, w->n_rows * w->n_heads * w->d * sizeof(float));
-    if (check) {
-        check_rotated(w, &all);
-        for (uint32_t i = 0; i < w->n_picks * KV_HEADS; i++)
-            check_list(w, &kernels, &all, i / KV_HEADS, i % KV_HEADS, s->reach > 100 ? 0.5 : s->selector == HSRI_SELECT_SKETCH ||
-                       s->selector == HSRI_SELECT_CLUSTER ? 0.05 : 2e-3);
+static fixture fixture_open(const scenario *s, world *w, int32_t isa)
+{
+    fixture f = { s, w, .one = rig_open(1, isa, false), .others = { rig_open(3, isa, true) }, .n_others = 1 };
+
+    hsri_kernels_fill(&f.kernels, isa);
+    if (!CHECK_SANITIZED) {
+        f.others[f.n_others++] = rig_open(4, isa, false);
+        f.others[f.n_others++] = rig_open(1, isa, true);
     }
-    for (uint32_t pick = 0; pick < w->n_picks; pick += CHECK_SANITIZED ? 3 : 1) {
-        result alone = run_select(&r, w, pick, 1);
+    load_world(&f.one, w);
+    for (uint32_t i = 0; i < f.n_others; i++)
+        load_world(&f.others[i], w);
+    f.all = run_select(&f.one, w, 0, w->n_picks);
+    memcpy(w->rotated, f.all.rotated, w->n_rows * w->n_heads * w->d * sizeof(float));
+    return f;
+}
 
-        if (!CHECK(same(w, &all, pick, &alone, 1)))
-            fprintf(stderr, "%s: pick %u alone differs\n", s->name, pick);
+static void fixture_close(fixture *f)
+{
+    result_free(&f->all);
+    rig_close(&f->one);
+    for (uint32_t i = 0; i < f->n_others; i++)
+        rig_close(&f->others[i]);
+}
+
+/* Each pick alone gets what it got among all. */
+static void check_alone(const world *w, rig *r, const result *all)
+{
+    for (uint32_t pick = 0; pick < w->n_picks; pick++) {
+        result alone = run_select(r, w, pick, 1);
+
+        if (!CHECK(same(w, all, pick, &alone, 1)))
+            fprintf(stderr, "pick %u alone differs\n", pick);
         result_free(&alone);
     }
-    for (size_t i = 0; i < (CHECK_SANITIZED ? 1 : sizeof others / sizeof *others); i++) {
-        rig    other = rig_open(others[i].n_threads, isa, others[i].async);
-        result again = run_select(&other, w, 0, w->n_picks);
+}
 
-        if (!CHECK(same(w, &all, 0, &again, w->n_picks)))
-            fprintf(stderr, "%s: %d threads%s differ\n", s->name, (int)others[i].n_threads, others[i].async ? ", async," : "");
+static void test_select(fixture *f)
+{
+    const world *w = f->w;
+    double       tolerance = f->s->selector == HSRI_SELECT_SKETCH || f->s->selector == HSRI_SELECT_CLUSTER ? 0.05 : 2e-3;
+
+    check_rotated(w, &f->all);
+    for (uint32_t i = 0; i < w->n_picks * KV_HEADS; i++)
+        check_list(w, &f->kernels, &f->all, i / KV_HEADS, i % KV_HEADS, f->s->reach > 100 ? 0.5 : tolerance);
+    check_alone(w, &f->one, &f->all);
+    for (uint32_t i = 0; i < f->n_others; i++) {
+        result again = run_select(&f->others[i], w, 0, w->n_picks);
+
+        if (!CHECK(same(w, &f->all, 0, &again, w->n_picks)))
+            fprintf(stderr, "device %u differs\n", i);
         result_free(&again);
-        rig_close(&other);
     }
-    result_free(&all);
-    world_free(w);
-    rig_close(&r);
 }
 
 /* All clusters looked at, selector cluster is sketch to the bit: both read the records. */
-static void test_all_candidates(const scenario *s, int32_t isa)
+static void test_all_candidates(fixture *f)
 {
-    hsri_kernels kernels;
-    world       *w;
-    rig          r = rig_open(2, isa, false);
-    result       flat, all;
+    world  w = *f->w;
+    result all;
 
-    hsri_kernels_fill(&kernels, isa);
-    w = world_new(s, &kernels);
-    make_clusters(w, &r);
-    flat = run_select(&r, w, 0, w->n_picks);
-    for (uint32_t i = 0; i < w->n_seqs; i++) {
-        w->settings[i].selector = HSRI_SELECT_CLUSTER;
-        w->settings[i].candidates = MOST_SEGMENTS * HSRI_SEGMENT_TOKENS;
+    for (uint32_t i = 0; i < w.n_seqs; i++) {
+        w.settings[i].selector = HSRI_SELECT_CLUSTER;
+        w.settings[i].candidates = MOST_SEGMENTS * HSRI_SEGMENT_TOKENS;
     }
-    all = run_select(&r, w, 0, w->n_picks);
-    CHECK(same(w, &flat, 0, &all, w->n_picks));
-    result_free(&flat);
+    all = run_select(&f->one, &w, 0, w.n_picks);
+    CHECK(same(&w, &f->all, 0, &all, w.n_picks));
     result_free(&all);
-    world_free(w);
-    rig_close(&r);
 }
 
 /* What is set aside leaves the lists, in order, and counts as if it had never been selected: the oracle is that of select. */
-static void test_aside(const scenario *s, int32_t isa)
+static void test_aside(fixture *f)
 {
-    hsri_kernels kernels;
-    world       *w;
-    rig          r = rig_open(1, isa, false), other = rig_open(3, isa, true);
-    result       before, after, again;
-    uint32_t     n_aside = 0;
+    world         w = *f->w;
+    const result *before = &f->all;
+    result        after, again;
+    uint32_t      n_aside = 0;
 
-    hsri_kernels_fill(&kernels, isa);
-    w = world_new(s, &kernels);
-    if (s->candidates)
-        make_clusters(w, &r);
-    before = run_select(&r, w, 0, w->n_picks);
-    memcpy(w->rotated, before.rotated, w->n_rows * w->n_heads * w->d * sizeof(float));
-    w->aside = true;
-    after = run_select(&r, w, 0, w->n_picks);
-    again = run_select(&other, w, 0, w->n_picks);
-    CHECK(same(w, &after, 0, &again, w->n_picks));
-    for (uint32_t i = 0; i < w->n_picks * KV_HEADS; i++) {
-        const uint32_t *had = before.units + i * w->stride, *has = after.units + i * w->stride;
+    w.aside = true;
+    after = run_select(&f->one, &w, 0, w.n_picks);
+    again = run_select(&f->others[0], &w, 0, w.n_picks);
+    CHECK(same(&w, &after, 0, &again, w.n_picks));
+    for (uint32_t i = 0; i < w.n_picks * KV_HEADS; i++) {
+        const uint32_t *had = before->units + i * w.stride, *has = after.units + i * w.stride;
         uint32_t        n = 0;
 
-        for (uint32_t u = 0; u < before.counts[i]; u++)
+        for (uint32_t u = 0; u < before->counts[i]; u++)
             if (!is_away(i, had[u])) {
                 CHECK(n < after.counts[i] && has[n] == had[u]);
                 n++;
             }
         CHECK(n == after.counts[i]);
-        n_aside += before.counts[i] - n;
+        n_aside += before->counts[i] - n;
         /* Far logits come out a little different in the company of other pages: the AVX-512 kernels share scales in a chunk. */
-        check_list(w, &kernels, &after, i / KV_HEADS, i % KV_HEADS, s->reach > 100 ? 1.0 : 0.05);
+        check_list(&w, &f->kernels, &after, i / KV_HEADS, i % KV_HEADS, f->s->reach > 100 ? 1.0 : 0.05);
     }
     CHECK(n_aside > 0);
+    check_alone(&w, &f->others[0], &after);
     result_free(&again);
-    for (uint32_t pick = 0; pick < w->n_picks; pick++) {
-        again = run_select(&other, w, pick, 1);
-        CHECK(same(w, &after, pick, &again, 1));
-        result_free(&again);
-    }
-    result_free(&before);
     result_free(&after);
-    world_free(w);
-    rig_close(&r);
-    rig_close(&other);
 }
 
 /* The scan of a list: how many pages, and which. */
@@ -999,89 +1066,82 @@ static bool can_foresee(const scenario *s)
            s->selector != HSRI_SELECT_RANDOM;
 }
 
-/* Guessing the same query among all pages is selecting; another one's choice is made among the pages of the scan. */
-static void test_foresee(const scenario *s, int32_t isa)
+/* Guessing the same query among all pages is selecting. */
+static void check_foresee_same(fixture *f)
 {
-    hsri_kernels kernels;
-    world       *w;
-    rig          r = rig_open(1, isa, false), other = rig_open(3, isa, true);
-    result       was, now, again;
-    float       *guess;
+    world  w = *f->w;
+    result now;
 
-    hsri_kernels_fill(&kernels, isa);
-    w = world_new(s, &kernels);
-    if (s->candidates)
-        make_clusters(w, &r);
-    was = run_select(&r, w, 0, w->n_picks);
-    w->guess = w->queries;
-    w->scan_pages = w->most_pages;
-    now = run_select(&r, w, 0, w->n_picks);
-    for (uint32_t i = 0; i < w->n_picks * KV_HEADS && !s->candidates; i++)
-        CHECK(was.counts[i] == now.counts[i] && memcmp(was.units + i * w->stride, now.units + i * w->stride, now.counts[i] * 4) == 0);
+    w.guess = w.queries;
+    w.scan_pages = w.most_pages;
+    now = run_select(&f->one, &w, 0, w.n_picks);
+    for (uint32_t i = 0; i < w.n_picks * KV_HEADS && !f->s->candidates; i++)
+        CHECK(f->all.counts[i] == now.counts[i] &&
+              memcmp(f->all.units + i * w.stride, now.units + i * w.stride, now.counts[i] * 4) == 0);
     result_free(&now);
+}
 
-    guess = malloc(w->n_rows * w->n_heads * w->d * sizeof *guess);
-    fill_noise(guess, w->n_rows * w->n_heads * w->d, 55, s->reach);
-    w->guess = guess;
-    w->scan_pages = 12;
-    now = run_select(&r, w, 0, w->n_picks);
-    again = run_select(&other, w, 0, w->n_picks);
-    CHECK(same(w, &now, 0, &again, w->n_picks));
+/* Another query's choice is made among the pages of the scan. */
+static void test_foresee(fixture *f)
+{
+    world   w = *f->w;
+    float  *guess = malloc(w.n_rows * w.n_heads * w.d * sizeof *guess);
+    result  now, again;
+
+    check_foresee_same(f);
+    fill_noise(guess, w.n_rows * w.n_heads * w.d, 55, f->s->reach);
+    w.guess = guess;
+    w.scan_pages = 12;
+    now = run_select(&f->one, &w, 0, w.n_picks);
+    again = run_select(&f->others[0], &w, 0, w.n_picks);
+    CHECK(same(&w, &now, 0, &again, w.n_picks));
     result_free(&again);
-    for (uint32_t i = 0; i < w->n_picks * KV_HEADS; i++) {
-        const uint32_t *scan = scan_at(w, &now, i), *units = now.units + i * w->stride;
+    for (uint32_t i = 0; i < w.n_picks * KV_HEADS; i++) {
+        const uint32_t *scan = scan_at(&w, &now, i), *units = now.units + i * w.stride;
 
         CHECK(now.counts[i] <= 4 * scan[0] && (now.counts[i] > 0) == (scan[0] > 0) && scan[0] <= 12);
         for (uint32_t u = 0; u < now.counts[i]; u++)
             CHECK((u == 0 || units[u] > units[u - 1]) && scan_has(scan, units[u] / HSRI_PAGE_UNITS));
-        check_scan(w, &was, &now, i);
+        check_scan(&w, &f->all, &now, i);
     }
-    for (uint32_t pick = 0; pick < w->n_picks; pick++) {
-        again = run_select(&other, w, pick, 1);
-        CHECK(same(w, &now, pick, &again, 1));
-        result_free(&again);
-    }
+    check_alone(&w, &f->others[0], &now);
     result_free(&now);
 
     /* Of a sequence that was cut to less than the scan saw, nothing is guessed. */
-    w->cut = sealed_pages(w, w->rows[0].pos) - w->sink - 1;
-    now = run_select(&r, w, 0, 1);
+    w.cut = sealed_pages(&w, w.rows[0].pos) - w.sink - 1;
+    now = run_select(&f->one, &w, 0, 1);
     CHECK(now.counts[0] == 0 && now.counts[1] == 0);
     result_free(&now);
-    result_free(&was);
     free(guess);
-    world_free(w);
-    rig_close(&r);
-    rig_close(&other);
 }
 
 /* A query that is not a number: its head counts for nothing, the list comes from the others, nothing crashes. */
-static void test_nan(int32_t isa)
+static void test_nan(fixture *f)
 {
-    hsri_kernels kernels;
-    world       *w;
-    rig          r = rig_open(1, isa, false);
-    result       before, after;
+    world         w = *f->w;
+    const result *before = &f->all;
+    result        after;
 
-    hsri_kernels_fill(&kernels, isa);
-    w = world_new(&scenarios[0], &kernels);
-    before = run_select(&r, w, 0, w->n_picks);
-    for (uint32_t i = 0; i < w->d; i++)
-        w->queries[i] = NAN;
-    w->acc[0] = NAN;
-    after = run_select(&r, w, 0, w->n_picks);
-    CHECK(after.counts[0] == before.counts[0] && isnan(after.covered[0]) && after.virtual_part[1] == 0.0f);
+    w.queries = malloc(w.n_rows * w.n_heads * w.d * sizeof *w.queries);
+    w.acc = malloc(w.n_rows * w.n_heads * (w.d + 2) * sizeof *w.acc);
+    memcpy(w.queries, f->w->queries, w.n_rows * w.n_heads * w.d * sizeof *w.queries);
+    memcpy(w.acc, f->w->acc, w.n_rows * w.n_heads * (w.d + 2) * sizeof *w.acc);
+    for (uint32_t i = 0; i < w.d; i++)
+        w.queries[i] = NAN;
+    w.acc[0] = NAN;
+    after = run_select(&f->one, &w, 0, w.n_picks);
+    CHECK(after.counts[0] == before->counts[0] && isnan(after.covered[0]) && after.virtual_part[1] == 0.0f);
     CHECK(after.covered[1] >= 0.0f && after.covered[1] <= 1.0f);
-    CHECK(memcmp(after.units + w->stride, before.units + w->stride, before.counts[1] * sizeof(uint32_t)) == 0);
-    for (uint32_t i = 0; i < w->n_heads * w->d; i++)
-        w->queries[i] = NAN;
+    CHECK(memcmp(after.units + w.stride, before->units + w.stride, before->counts[1] * sizeof(uint32_t)) == 0);
     result_free(&after);
-    after = run_select(&r, w, 0, w->n_picks);
-    CHECK(after.counts[0] == before.counts[0] && after.units[0] == w->sink * 4);   /* all alike: the first ones */
-    result_free(&before);
+
+    for (uint32_t i = 0; i < w.n_heads * w.d; i++)
+        w.queries[i] = NAN;
+    after = run_select(&f->one, &w, 0, w.n_picks);
+    CHECK(after.counts[0] == before->counts[0] && after.units[0] == w.sink * 4);   /* all alike: the first ones */
     result_free(&after);
-    world_free(w);
-    rig_close(&r);
+    free(w.queries);
+    free(w.acc);
 }
 
 /* ---- speed ---- */
@@ -1157,8 +1217,7 @@ static double time_select(const world *w, int32_t isa, int32_t n_threads)
 {
     rig          r = rig_open(n_threads, isa, false);
     uint32_t     n_pages = w->most_pages, d = w->d;
-    hsri_kv_view kv = { .pool_buf = upload(&r, w->pool, w->pool_bytes).buf, .n_layers = LAYERS, .n_kv_heads = KV_HEADS, .head_dim = d,
-                        .calibration = upload(&r, w->calibration, LAYERS * KV_HEADS * hsri_calibration_floats(d) * sizeof(float)) };
+    hsri_kv_view kv = (load_world(&r, w), view_of(&r, w));
     hsri_seq     seq = { .sealed = upload(&r, w->pages[0], 4), .index = upload(&r, w->slabs[0],
                                                                                (n_pages / w->shape.per_slab + 1) * LAYERS * KV_HEADS * 4),
                          .strips = upload(&r, w->strips[0], (strips_of(w, n_pages) + 1) * LAYERS * KV_HEADS * 4),
@@ -1209,35 +1268,64 @@ static int bench(int32_t n_threads, int32_t isa)
     return 0;
 }
 
+static void test_at_level(const scenario *s, world *w, int32_t isa, bool nan)
+{
+    fixture f = fixture_open(s, w, isa);
+
+    test_select(&f);
+    if (s->selector == HSRI_SELECT_SKETCH && !s->run)
+        test_aside(&f);
+    if (s->selector == HSRI_SELECT_SKETCH && s->candidates)
+        test_all_candidates(&f);
+    if (can_foresee(s))
+        test_foresee(&f);
+    if (nan)
+        test_nan(&f);
+    fixture_close(&f);
+}
+
+/* Do both levels select with the same kernels? Which ones assign tokens to clusters does not matter. */
+static bool select_alike(int32_t a, int32_t b)
+{
+    hsri_sparse_kernels of_a, of_b;
+
+    hsri_sparse_kernels_fill(&of_a, a);
+    hsri_sparse_kernels_fill(&of_b, b);
+    of_a.cluster.assign = of_b.cluster.assign;
+    return memcmp(&of_a, &of_b, sizeof of_a) == 0;
+}
+
+/* Entries and cluster records have the same bytes at every level (test_index.c, test_cluster.c), so the fastest makes them for all. */
+static void test_scenario(const scenario *s, bool nan)
+{
+    const int32_t best = (int32_t)hsri_min((uint64_t)hsri_cpu_isa(), HSR_ISA_AVX512);
+    hsri_kernels  kernels;
+    world        *w;
+
+    hsri_kernels_fill(&kernels, best);
+    w = world_new(s, &kernels);
+    if (s->candidates)
+        make_clusters(w, best);
+    for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa(); isa++) {
+        int before = check_failures;
+
+        if (isa > HSR_ISA_REFERENCE && select_alike(isa, isa - 1))
+            continue;
+        test_at_level(s, w, isa, nan);
+        if (check_failures > before)
+            fprintf(stderr, "FAILED %s: %s\n", hsri_isa_name(isa), s->name);
+    }
+    world_free(w);
+}
+
 int main(int argc, char **argv)
 {
     const char *only = argc > 1 ? argv[1] : NULL;
 
     if (only && strcmp(only, "--bench") == 0)
         return bench(argc > 2 ? atoi(argv[2]) : 1, argc > 3 ? atoi(argv[3]) : (int32_t)hsri_min((uint64_t)hsri_cpu_isa(), HSR_ISA_AVX512));
-    for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa(); isa++) {
-        if (isa == HSR_ISA_AMX && (CHECK_SANITIZED || !hsri_cpu_allow_amx()))      /* selects as the level below does */
-            continue;
-        for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios; i++) {
-            int before = check_failures;
-
-            if (only && strcmp(only, scenarios[i].name) != 0)
-                continue;
-            test_scenario(&scenarios[i], isa, true);
-            if (check_failures > before)
-                fprintf(stderr, "FAILED %s: %s\n", hsri_isa_name(isa), scenarios[i].name);
-        }
-        for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios; i++) {
-            const scenario *s = &scenarios[i];
-
-            if (s->selector == HSRI_SELECT_SKETCH && !s->run && (!only || strcmp(only, "aside") == 0))
-                test_aside(s, isa);
-            if (s->selector == HSRI_SELECT_SKETCH && s->candidates && !only)
-                test_all_candidates(s, isa);
-            if (can_foresee(s) && (!only || strcmp(only, "foresee") == 0))
-                test_foresee(s, isa);
-        }
-        test_nan(isa);
-    }
+    for (size_t i = 0; i < sizeof scenarios / sizeof *scenarios; i++)
+        if (!only || strcmp(only, scenarios[i].name) == 0)
+            test_scenario(&scenarios[i], i == 0);
     return CHECK_REPORT();
 }
