@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The queue: accepting requests, deadlines, cancelling, reporting. */
+/* The queue: accepting requests, deadlines, closing, reporting. */
 #define _GNU_SOURCE 1
 #include "io/io.h"
 
@@ -162,23 +162,12 @@ static hsr_status check_request(const hsri_io *io, const hsri_io_request *r, hsr
         r->offset > INT64_MAX - HSRI_IO_MAX_BYTES)
         return hsri_fail(err, HSR_E_INVALID, "%s: a request for %u bytes at offset %llu with memory at %p; only whole blocks of %u "
             "are possible, 1 MiB at most", r->file->shown, r->bytes, (unsigned long long)r->offset, r->memory, HSRI_IO_ALIGN);
-    if (r->write && !r->file->writable)
-        return hsri_fail(err, HSR_E_INVALID, "%s: was opened for reading only", r->file->shown);
     return HSR_OK;
 }
 
 static bool forked(const hsri_io *io)
 {
     return getpid() != io->pid;
-}
-
-/* Where a request of this urgency waits: urgent ones before the others, each kind in the order of asking. */
-static hsri_link *turn(hsri_io *io, bool urgent)
-{
-    hsri_link *link = urgent ? io->waiting.next : &io->waiting;
-    while (link != &io->waiting && HSRI_MEMBER(link, hsri_job, place)->request.urgent)
-        link = link->next;
-    return link;
 }
 
 static void accept_one(hsri_io *io, const hsri_io_request *r, uint64_t now)
@@ -189,7 +178,7 @@ static void accept_one(hsri_io *io, const hsri_io_request *r, uint64_t now)
     job->state = HSRI_JOB_WAITING;
     job->alone = job->timed_out = false;
     job->since_ns = now;
-    hsri_link_before(turn(io, r->urgent), &job->place);
+    hsri_link_before(&io->waiting, &job->place);
     hsri_link_before(&io->by_age, &job->age);
     r->file->n_jobs++;
     io->stats.waiting++;
@@ -208,24 +197,6 @@ hsr_status hsri_io_submit(hsri_io *io, const hsri_io_request *requests, uint32_t
     hsri_io_start_waiting(io);
     io->engine->collect(io->engine, 0, &io->ended);
     return HSR_OK;
-}
-
-uint32_t hsri_io_hurry(hsri_io *io, uint64_t tag)
-{
-    uint32_t n = 0;
-    if (forked(io))
-        return 0;
-    for (hsri_link *link = io->waiting.next, *next; link != &io->waiting; link = next) {
-        hsri_job *job = HSRI_MEMBER(link, hsri_job, place);
-        next = link->next;
-        if (job->request.tag != tag || job->request.urgent)
-            continue;
-        hsri_link_remove(link);
-        hsri_link_before(turn(io, true), link);
-        job->request.urgent = true;
-        n++;
-    }
-    return n;
 }
 
 /* ---- giving up ---- */
@@ -257,25 +228,17 @@ static void time_out_old(hsri_io *io, uint64_t now)
         time_out(io, job);
 }
 
-/* End the waiting jobs of a file, or those with a tag if file is NULL. */
-static uint32_t cancel_waiting(hsri_io *io, const hsri_io_file *file, uint64_t tag)
+/* End the waiting jobs of a file. */
+static void cancel_waiting(hsri_io *io, const hsri_io_file *file)
 {
-    uint32_t n = 0;
     for (hsri_link *link = io->waiting.next, *next; link != &io->waiting; link = next) {
         hsri_job *job = HSRI_MEMBER(link, hsri_job, place);
         next = link->next;
-        if (file ? job->request.file != file : job->request.tag != tag)
+        if (job->request.file != file)
             continue;
         io->stats.waiting--;
         hsri_io_end_job(io, job, HSR_E_CANCELLED, 0);
-        n++;
     }
-    return n;
-}
-
-uint32_t hsri_io_cancel(hsri_io *io, uint64_t tag)
-{
-    return forked(io) ? 0 : cancel_waiting(io, NULL, tag);
 }
 
 void hsri_io_close(hsri_io_file *file)
@@ -283,7 +246,7 @@ void hsri_io_close(hsri_io_file *file)
     if (!file)
         return;
     if (!forked(file->io)) {
-        cancel_waiting(file->io, file, 0);
+        cancel_waiting(file->io, file);
         if (file->n_jobs > 0) {
             file->closing = true;
             return;
@@ -377,27 +340,6 @@ void hsri_io_wake(hsri_io *io)
 {
     atomic_store(&io->woken, true);
     io->engine->wake(io->engine);
-}
-
-static const char *verb(const hsri_io_done *done)
-{
-    return done->write ? "write" : "read";
-}
-
-hsr_status hsri_io_explain(const hsri_io_done *done, hsr_error *err)
-{
-    const char *name = done->file ? done->file->shown : "a closed cold file";
-    unsigned long long offset = (unsigned long long)done->offset;
-    if (done->status >= 0)
-        return done->status;
-    if (done->status == HSR_E_CANCELLED)
-        return hsri_fail(err, done->status, "%s: the %s at offset %llu was cancelled", name, verb(done), offset);
-    if (done->status == HSR_E_FORMAT)
-        return hsri_fail(err, done->status, "%s: the file was cut short before the end of the %u bytes at offset %llu", name, done->bytes,
-            offset);
-    if (done->sys_code == ETIMEDOUT)
-        return hsri_fail(err, done->status, "%s: the %s of %u bytes at offset %llu timed out", name, verb(done), done->bytes, offset);
-    return hsri_fail_sys(err, done->status, done->sys_code, "%s: cannot %s %u bytes at offset %llu", name, verb(done), done->bytes, offset);
 }
 
 /* ---- the end ---- */

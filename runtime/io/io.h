@@ -92,10 +92,6 @@ void *hsri_io_staging(const hsri_io *io);
  * HSR_E_IO names the directory. */
 hsr_status hsri_io_create_file(hsri_io *io, const char *directory, hsri_io_file **file, hsr_error *err);
 
-/* An existing regular file, read-only. `direct`: read past the page cache where that works; pass false for a file that is
- * likely in the cache. Reads are whole blocks of 4096 bytes: bytes behind the last whole block cannot be read. */
-hsr_status hsri_io_open_file(hsri_io *io, const char *path, bool direct, hsri_io_file **file, hsr_error *err);
-
 /* Requests that have not started end as HSR_E_CANCELLED; the descriptor is closed when the last one has retired. The handle
  * is invalid after the call, in later completions too (their `file` is NULL). NULL accepted. */
 void hsri_io_close(hsri_io_file *file);
@@ -111,7 +107,6 @@ typedef struct hsri_io_request {
     void         *memory;
     uint32_t      bytes;                     /* HSRI_IO_ALIGN to HSRI_IO_MAX_BYTES */
     bool          write;
-    bool          urgent;                    /* starts before all that wait and are not: somebody waits for it */
     uint64_t      tag;                       /* the caller's; comes back in the completion */
 } hsri_io_request;
 
@@ -119,7 +114,7 @@ typedef struct hsri_io_request {
  * the system works on it (HSR_E_IO, sys_code ETIMEDOUT, not retired). The retired one then tells how it really ended.
  *
  * status: HSR_OK: all bytes are there; HSR_E_IO: sys_code is errno; HSR_E_FORMAT: the file ends before the bytes asked for;
- * HSR_E_CANCELLED: not started. When a read fails, its memory holds anything. */
+ * HSR_E_CANCELLED: its file was closed before it started. When a read fails, its memory holds anything. */
 typedef struct hsri_io_done {
     uint64_t      tag;
     hsr_status    status;
@@ -133,7 +128,7 @@ typedef struct hsri_io_done {
 
 /* Accept requests from the front of the array until one finds the queue full; *n_accepted tells how many, also when it is 0. They
  * are started before the call returns as far as queue_depth allows; it never waits for one to end. HSR_E_INVALID (a request
- * that is not aligned, a write to a file opened for reading) and HSR_E_FORKED accept nothing. */
+ * that is not aligned, a file that was closed) and HSR_E_FORKED accept nothing. */
 hsr_status hsri_io_submit(hsri_io *io, const hsri_io_request *requests, uint32_t n, uint32_t *n_accepted, hsr_error *err);
 
 /* Up to `max` completions, in any order; returns how many. With none to report it sleeps until there is one, hsri_io_wake is
@@ -142,15 +137,6 @@ uint32_t hsri_io_wait(hsri_io *io, hsri_io_done *done, uint32_t max, uint64_t ti
 
 /* Make the present or else the next hsri_io_wait return at once. Any thread, while the io exists. */
 void hsri_io_wake(hsri_io *io);
-
-/* End requests with this tag that have not started: their completion says HSR_E_CANCELLED. Returns how many. */
-uint32_t hsri_io_cancel(hsri_io *io, uint64_t tag);
-
-/* Make requests with this tag that have not started urgent, since somebody waits for them now. Returns how many. */
-uint32_t hsri_io_hurry(hsri_io *io, uint64_t tag);
-
-/* The text of a completion that failed, naming file, direction and offset, into err; returns its status. */
-hsr_status hsri_io_explain(const hsri_io_done *done, hsr_error *err);
 
 /* ---- statistics ---- */
 

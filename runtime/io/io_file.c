@@ -182,7 +182,6 @@ hsr_status hsri_io_create_file(hsri_io *io, const char *directory, hsri_io_file 
     hsri_io_file *file;
     *out = NULL;
     HSRI_TRY(new_file(io, &file, err));
-    file->writable = true;
     snprintf(file->shown, sizeof file->shown, "%.*s", SHOWN_PATH, directory);
     hsr_status status = open_anonymous(file, directory, err);
     if (status >= 0)
@@ -193,51 +192,7 @@ hsr_status hsri_io_create_file(hsri_io *io, const char *directory, hsri_io_file 
     return finish_opening(file, status, out);
 }
 
-/* ---- existing files ---- */
-
-/* O_NONBLOCK keeps a pipe or a device under this name from blocking; on the file itself it would make io_uring give up early. */
-static hsr_status open_existing(hsri_io_file *file, const char *path, hsr_error *err)
-{
-    struct stat st;
-    int error = hsri_io_action_error(file->io, HSRI_IO_OPEN);
-    errno = error;
-    if (!error)
-        file->fd = hsri_raise_fd(open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY));
-    if (file->fd < 0)
-        return hsri_fail_sys(err, HSR_E_IO, errno, "%s: cannot open the file", file->shown);
-    if (fstat(file->fd, &st) != 0)
-        return hsri_fail_sys(err, HSR_E_IO, errno, "%s: cannot examine the file", file->shown);
-    if (!S_ISREG(st.st_mode))
-        return hsri_fail(err, HSR_E_FORMAT, "%s: is not a regular file", file->shown);
-    if (!set_flags(file->fd, 0, O_NONBLOCK))
-        return hsri_fail_sys(err, HSR_E_IO, errno, "%s: cannot set the file's flags", file->shown);
-    return HSR_OK;
-}
-
-static hsr_status probe_reading(hsri_io_file *file, hsr_error *err)
-{
-    void *memory = hsri_new_array(2 * HSRI_IO_ALIGN, 1);
-    if (!memory)
-        return hsri_fail(err, HSR_E_NOMEM, "out of memory for probing a file");
-    file->direct = go_direct(file) &&
-                   read_block(file->fd, (void *)(uintptr_t)hsri_round_up((uintptr_t)memory, HSRI_IO_ALIGN));
-    free(memory);
-    if (!file->direct && !set_flags(file->fd, 0, O_DIRECT))
-        return hsri_fail_sys(err, HSR_E_IO, errno, "%s: cannot set the file's flags", file->shown);
-    return HSR_OK;
-}
-
-hsr_status hsri_io_open_file(hsri_io *io, const char *path, bool direct, hsri_io_file **out, hsr_error *err)
-{
-    hsri_io_file *file;
-    *out = NULL;
-    HSRI_TRY(new_file(io, &file, err));
-    snprintf(file->shown, sizeof file->shown, "%.*s", SHOWN_PATH, path);
-    hsr_status status = open_existing(file, path, err);
-    if (status >= 0 && direct)
-        status = probe_reading(file, err);
-    return finish_opening(file, status, out);
-}
+/* ---- what a file is ---- */
 
 bool hsri_io_is_direct(const hsri_io_file *file)
 {

@@ -96,8 +96,7 @@ struct hsri_io_file {
     hsri_io  *io;
     hsri_link place;                         /* in io->files */
     int       fd;
-    bool      writable, direct;
-    bool      closing;
+    bool      direct, closing;
     uint32_t  n_jobs;                        /* accepted and not reported as retired */
     char      shown[160];                    /* what messages call it */
 };

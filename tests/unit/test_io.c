@@ -286,9 +286,6 @@ static void test_file(hsri_io_kind kind)
     hsri_io_file *none;
     CHECK(hsri_io_create_file(io, "no/such/folder", &none, &err) == HSR_E_IO && none == NULL && err.sys_code == ENOENT);
     CHECK(strstr(err.message, "no/such/folder"));
-    CHECK(hsri_io_open_file(io, "no/such/file", true, &none, &err) == HSR_E_IO && none == NULL && err.sys_code == ENOENT);
-    CHECK(hsri_io_open_file(io, folder, true, &none, &err) == HSR_E_FORMAT && none == NULL);
-    CHECK(hsri_io_open_file(io, "/dev/zero", true, &none, &err) == HSR_E_FORMAT && none == NULL);
     hsri_io_close(file);
     end_io(io);
 }
@@ -546,59 +543,6 @@ static void test_waiting(hsri_io_kind kind)
     free(plan);
 }
 
-static void test_cancel(hsri_io_kind kind)
-{
-    fault_plan *plan = new_plan();
-    hsri_io *io = make_io_with((hsri_io_opts){ .kind = kind, .queue_depth = 1, .faults = &plan->faults });
-    hsri_io_file *file = make_file(io);
-    uint8_t *m = new_memory(4 * BLOCK);
-    plan_at(plan, 0, (hsri_io_fault){ .delay_ms = 60 });
-    const hsri_io_request r[] = {
-        ask(file, true, 0, m, BLOCK, 7), ask(file, true, 2 * BLOCK, m, BLOCK, 8), ask(file, true, 4 * BLOCK, m, BLOCK, 8),
-        ask(file, true, 6 * BLOCK, m, BLOCK, 9),
-    };
-    submit(io, r, 4);
-    CHECK(hsri_io_cancel(io, 7) == 0);   /* has started */
-    CHECK(hsri_io_cancel(io, 8) == 2 && hsri_io_cancel(io, 8) == 0 && hsri_io_cancel(io, 100) == 0);
-    hsri_io_done done[4];
-    CHECK(collect(io, done, 2));
-    for (int i = 0; i < 2; i++)
-        CHECK(done[i].tag == 8 && done[i].status == HSR_E_CANCELLED && done[i].retired);
-    CHECK(collect(io, done, 2));
-    for (int i = 0; i < 2; i++)
-        CHECK((done[i].tag == 7 || done[i].tag == 9) && done[i].status == HSR_OK);
-    CHECK(stats_of(io).cancelled == 2 && stats_of(io).errors == 0 && stats_of(io).operations == 2);
-    hsri_io_close(file);
-    end_io(io);
-    free(m);
-    free(plan);
-}
-
-/* With one operation at a time the order of ends is the order of starts. */
-static void test_urgency(hsri_io_kind kind)
-{
-    fault_plan *plan = new_plan();
-    hsri_io *io = make_io_with((hsri_io_opts){ .kind = kind, .queue_depth = 1, .max_requests = 7, .faults = &plan->faults });
-    hsri_io_file *file = make_file(io);
-    uint8_t *m = new_memory(BLOCK);
-    hsri_io_request r[7];
-    hsri_io_done done[7];
-    plan_at(plan, 0, (hsri_io_fault){ .delay_ms = 20 });
-    for (uint32_t i = 0; i < 7; i++) {
-        r[i] = ask(file, true, 2 * i * BLOCK, m, BLOCK, i);
-        r[i].urgent = i == 3 || i == 5;
-    }
-    submit(io, r, 7);
-    CHECK(hsri_io_hurry(io, 3) == 0 && hsri_io_hurry(io, 5) == 0 && hsri_io_hurry(io, 6) == 1 && hsri_io_hurry(io, 6) == 0);
-    static const uint64_t order[] = { 3, 5, 6, 0, 1, 2, 4 };
-    for (uint32_t i = 0; i < 7; i++)
-        CHECK(collect(io, done, 1) && done[0].tag == order[i] && done[0].status == HSR_OK);
-    hsri_io_close(file);
-    end_io(io);
-    free(m);
-    free(plan);
-}
-
 /* In a process of its own: a read that takes 1.2 s of at most 3. */
 static int read_slowly(hsri_io_kind kind)
 {
@@ -639,7 +583,6 @@ static void test_deadline(hsri_io_kind kind)
     hsri_io_file *file = make_file(io);
     uint8_t *m = new_memory(4 * BLOCK);
     hsri_io_done done[4];
-    hsr_error err = HSR_ERROR_INIT;
     fill(m, BLOCK, 1);
     CHECK(transfer_status(io, ask(file, true, 0, m, BLOCK, 1)) == HSR_OK);
 
@@ -652,7 +595,6 @@ static void test_deadline(hsri_io_kind kind)
     for (int i = 0; i < 2; i++) {
         /* The one under way still owns its memory; the one that waited does not. */
         CHECK(done[i].status == HSR_E_IO && done[i].sys_code == ETIMEDOUT && done[i].retired == (done[i].tag == 2));
-        CHECK(hsri_io_explain(&done[i], &err) == HSR_E_IO && strstr(err.message, "timed out") && strstr(err.message, folder));
     }
     CHECK(stats_of(io).timeouts == 2 && stats_of(io).errors == 2 && stats_of(io).depth == 1);
     CHECK(collect(io, done, 1));
@@ -687,7 +629,6 @@ static void test_close_under_way(hsri_io_kind kind)
     hsri_io_file *file = make_file(io), *stays = make_file(io);
     uint8_t *m = new_memory(2 * BLOCK);
     hsri_io_done done[3];
-    hsr_error err = HSR_ERROR_INIT;
     int n_open = count_entries("/proc/self/fd");
     plan_at(plan, 0, (hsri_io_fault){ .delay_ms = 30 });
     const hsri_io_request r[] = {
@@ -697,10 +638,9 @@ static void test_close_under_way(hsri_io_kind kind)
     hsri_io_close(file);
     CHECK(count_entries("/proc/self/fd") == n_open);
     CHECK(collect(io, done, 3));
-    for (int i = 0; i < 3; i++) {
+    for (int i = 0; i < 3; i++)
         CHECK(done[i].status == (done[i].tag == 2 ? HSR_E_CANCELLED : HSR_OK) && done[i].file == (done[i].tag == 3 ? stays : NULL));
-        CHECK(hsri_io_explain(&done[i], &err) == done[i].status);
-    }
+    CHECK(stats_of(io).cancelled == 1 && stats_of(io).errors == 0 && stats_of(io).operations == 2);
     CHECK(count_entries("/proc/self/fd") == n_open - 1);
     /* What was not closed, and not reaped, goes with the io. */
     submit(io, &r[2], 1);
@@ -751,7 +691,6 @@ static void test_errors(hsri_io_kind kind)
     hsri_io_file *file = make_file(io);
     uint8_t *m = new_memory(8 * BLOCK), *in = new_memory(8 * BLOCK);
     hsri_io_done done[8];
-    hsr_error err = HSR_ERROR_INIT;
     fill(m, 8 * BLOCK, 4);
     CHECK(transfer_status(io, ask(file, true, 0, m, 8 * BLOCK, 0)) == HSR_OK);
 
@@ -760,8 +699,6 @@ static void test_errors(hsri_io_kind kind)
         plan_at(plan, 0, (hsri_io_fault){ .error = codes[i] });
         done[0] = transfer(io, ask(file, true, 3 * BLOCK, m + 3 * BLOCK, BLOCK, 0));
         CHECK(done[0].status == HSR_E_IO && done[0].sys_code == codes[i]);
-        CHECK(hsri_io_explain(&done[0], &err) == HSR_E_IO && err.sys_code == codes[i]);
-        CHECK(strstr(err.message, folder) && strstr(err.message, "write") && strstr(err.message, "12288"));
     }
     /* These pass, if they do not last. */
     for (int i = 0; i < 2; i++) {
@@ -887,59 +824,30 @@ static void test_no_memory(hsri_io_kind kind)
     CHECK(n > 8 && n < 100 && count_entries(folder) == 0);
 }
 
-static void make_named(const char *path, size_t bytes)
+/* Somebody cuts the file short: what lies before its end is still read. */
+static void test_cut_short(hsri_io_kind kind)
 {
-    uint8_t *m = new_memory(bytes / BLOCK * BLOCK + BLOCK);
-    fill(m, bytes / BLOCK * BLOCK + BLOCK, 11);
-    int fd = open(path, O_CREAT | O_TRUNC | O_WRONLY, 0600);
-    CHECK(fd >= 0 && write(fd, m, bytes) == (ssize_t)bytes);
-    close(fd);
-    free(m);
-}
-
-static void test_existing(hsri_io_kind kind, bool direct)
-{
-    char path[100];
-    snprintf(path, sizeof path, "%s/saved", folder);
-    make_named(path, 64 * BLOCK + 1904);
-    uint8_t *m = new_memory(65 * BLOCK), *expected = new_memory(65 * BLOCK);
-    fill(expected, 65 * BLOCK, 11);
     hsri_io *io = make_io(kind, NULL);
-    hsri_io_file *file = NULL;
-    hsr_error err = HSR_ERROR_INIT;
-    uint64_t size = 0;
-    CHECK(hsri_io_open_file(io, path, direct, &file, &err) == HSR_OK);
-    CHECK(hsri_io_size(file, &size, NULL) == HSR_OK && size == 64 * BLOCK + 1904 && (direct || !hsri_io_is_direct(file)));
-    CHECK(!(fcntl(file->fd, F_GETFL) & O_NONBLOCK) && (fcntl(file->fd, F_GETFD) & FD_CLOEXEC));
-    CHECK(transfer_status(io, ask(file, false, 0, m, 64 * BLOCK, 1)) == HSR_OK && memcmp(m, expected, 64 * BLOCK) == 0);
-    hsri_io_request r = ask(file, true, 0, m, BLOCK, 1);
-    uint32_t accepted;
-    CHECK(hsri_io_submit(io, &r, 1, &accepted, &err) == HSR_E_INVALID && strstr(err.message, "saved"));
-
-    /* Behind the last whole block, and behind the end. */
-    CHECK(transfer_status(io, ask(file, false, 64 * BLOCK, m, BLOCK, 1)) == HSR_E_FORMAT);
-    CHECK(transfer_status(io, ask(file, false, 80 * BLOCK, m, BLOCK, 1)) == HSR_E_FORMAT);
-
-    /* Cut short by somebody, then deleted. */
-    CHECK(truncate(path, 32 * BLOCK) == 0);
+    hsri_io_file *file = make_file(io);
+    uint8_t *m = new_memory(64 * BLOCK), *expected = new_memory(64 * BLOCK);
     hsri_io_done done[2];
+    fill(expected, 64 * BLOCK, 11);
+    CHECK(transfer_status(io, ask(file, true, 0, expected, 64 * BLOCK, 1)) == HSR_OK);
+
+    CHECK(ftruncate(file->fd, 32 * BLOCK) == 0);
     const hsri_io_request both[] = { ask(file, false, 31 * BLOCK, m, BLOCK, 1), ask(file, false, 32 * BLOCK, m + BLOCK, BLOCK, 2) };
     submit(io, both, 2);
     CHECK(collect(io, done, 2));
     for (int i = 0; i < 2; i++)
         CHECK(done[i].status == (done[i].tag == 1 ? HSR_OK : HSR_E_FORMAT));
     CHECK(memcmp(m, expected + 31 * BLOCK, BLOCK) == 0);
-    CHECK(hsri_io_explain(&done[done[0].tag == 1], &err) == HSR_E_FORMAT && strstr(err.message, "saved") && strstr(err.message, "131072"));
-    CHECK(unlink(path) == 0);
+
+    /* Behind the last whole block, and behind the end. */
+    CHECK(ftruncate(file->fd, 8 * BLOCK + 1904) == 0);
+    CHECK(transfer_status(io, ask(file, false, 8 * BLOCK, m, BLOCK, 1)) == HSR_E_FORMAT);
+    CHECK(transfer_status(io, ask(file, false, 80 * BLOCK, m, BLOCK, 1)) == HSR_E_FORMAT);
     CHECK(transfer_status(io, ask(file, false, 0, m, 8 * BLOCK, 1)) == HSR_OK && memcmp(m, expected, 8 * BLOCK) == 0);
     hsri_io_close(file);
-
-    /* Shorter than a block: cannot be probed, can be opened. */
-    make_named(path, 100);
-    CHECK(hsri_io_open_file(io, path, direct, &file, &err) == HSR_OK);
-    CHECK(transfer_status(io, ask(file, false, 0, m, BLOCK, 1)) == HSR_E_FORMAT);
-    hsri_io_close(file);
-    unlink(path);
     end_io(io);
     free(m);
     free(expected);
@@ -1333,7 +1241,7 @@ static void test_fork(hsri_io_kind kind)
         check_failures = 0;
         alarm(20);
         CHECK(hsri_io_submit(io, r, 1, &accepted, &err) == HSR_E_FORKED && accepted == 0 && err.message[0]);
-        CHECK(hsri_io_wait(io, done, 4, UINT64_MAX) == 0 && hsri_io_cancel(io, 1) == 0);
+        CHECK(hsri_io_wait(io, done, 4, UINT64_MAX) == 0);
         CHECK(hsri_io_create_file(io, folder, &none, &err) == HSR_E_FORKED);
         int n_open = count_entries("/proc/self/fd");
         hsri_io_close(file);
@@ -1423,16 +1331,13 @@ static void test_kind(hsri_io_kind kind)
     test_staging(kind);
     test_back_pressure(kind);
     test_waiting(kind);
-    test_cancel(kind);
-    test_urgency(kind);
     test_deadline(kind);
     test_close_under_way(kind);
     test_short(kind);
     test_errors(kind);
     test_sweep(kind);
     test_no_memory(kind);
-    test_existing(kind, true);
-    test_existing(kind, false);
+    test_cut_short(kind);
     test_extents(kind);
     test_kill(kind);
     test_fork(kind);
