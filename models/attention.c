@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Attention of one layer, span by span, as groups whose partials are merged in list order (D5). Work goes in waves that fit the
+/* Attention of one layer, span by span, as groups whose partials are merged in list order (device.h). Work goes in waves that fit the
  * partials' room and, where pages may be elsewhere, memory: how many groups a wave holds never changes a result. */
 #include "model.h"
 

@@ -20,7 +20,8 @@
 #include "device/ref.h"
 #include "device/sparse_ops.h"
 
-/* Tokens per dense attention group (D5). */
+/* Attention is computed in groups of tokens that the data alone fixes. Each gives a partial of its own, and partials are merged in order:
+ * so threads, batches and late pages change when a group is computed, never a bit of the result. This many tokens are a dense group. */
 #define HSRI_GROUP_TOKENS 1024u
 /* The pool's unit: page table entries count in it. */
 #define HSRI_BLOCK_BYTES (1u << 20)

@@ -9,7 +9,7 @@
 #include <stdbool.h>
 #include <stdint.h>
 
-/* Tokens per page: architecture.md section 2. */
+/* Tokens of a page, which is of one layer and kv head: the unit of residency, migration and I/O. */
 #define HSRI_PAGE_TOKENS 64u
 #define HSRI_UNIT_TOKENS 16u
 #define HSRI_PAGE_UNITS  (HSRI_PAGE_TOKENS / HSRI_UNIT_TOKENS)

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Arguments of the operations of sparse attention. A sparse row attends, in this order of groups (D5):
+/* Arguments of the operations of sparse attention. A sparse row attends, in this order of groups (device.h):
  *   fixed groups   sink pages in runs of 16 pages; then one bridge group, empty except in the second page of a prompt run (hsri_pick
  *                  of 128 rows; position / 64 is odd): page q - W, which just left the window and which the run's selection, made
  *                  for its first page, does not know, read in the session's format; then the window's pages in runs of 16 pages
@@ -21,12 +21,11 @@ typedef enum hsri_selector {
     HSRI_SELECT_MEAN,      /* any index: q.mean of the page + ln(tokens) */
     HSRI_SELECT_CLASSIC,   /* any index: coarse blocks by their mean, then fine blocks inside the best of them */
     HSRI_SELECT_MINMAX,    /* index MINMAX: the bound sum_i max(q_i min_i, q_i max_i) */
-    HSRI_SELECT_GAUSSIAN,  /* index GAUSSIAN: q.mean + 0.25 sum_i q_i^2 var_i (the study's coefficient) */
+    HSRI_SELECT_GAUSSIAN,  /* index GAUSSIAN: q.mean + 0.25 sum_i q_i^2 var_i, half of what Gaussian keys would ask for */
     HSRI_SELECT_CLUSTER,   /* index SKETCH with clusters: centroids first, then sketches of the best */
-    HSRI_SELECT_HISTORY,   /* accumulated mass of pages, from the forced table's source */
+    HSRI_SELECT_HISTORY,   /* the forced pages alone, which are those that got most attention so far */
     HSRI_SELECT_RANDOM,    /* seeded; for comparison */
-    HSRI_SELECT_ORACLE,    /* exact scores from the pages themselves; for measuring */
-    HSRI_N_SELECTORS
+    HSRI_SELECT_ORACLE     /* exact scores from the pages themselves; for measuring */
 } hsri_selector;
 
 #define HSRI_SPARSE_VIRTUAL 1u      /* unselected units count as virtual tokens (decode rows) */

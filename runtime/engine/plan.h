@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What sessions would need, and whether an engine would admit them (D12), without either: docs/plan.md. */
+/* What sessions would need, and whether an engine would admit them, without either: docs/plan.md. */
 #ifndef HSRI_PLAN_H
 #define HSRI_PLAN_H
 

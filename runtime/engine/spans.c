@@ -36,7 +36,7 @@ static bool in_run(const hsr_session *s, uint64_t pos)
     return false;
 }
 
-/* Sparse in the layers where something would be left out; a list of everything is dense attention (D5). */
+/* Sparse in the layers where something would be left out; a list of everything is dense attention. */
 static void choose_layers(const hsr_session *s, uint64_t pos, row_mode *m)
 {
     const hsri_profile *p = s->profile;

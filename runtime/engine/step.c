@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* One batch step: choose rows, run the model over them, hand out what was sampled.
  *
- * Which sessions share a step changes when a row is computed, never its result (D8), so planning is free to be simple: rows of
+ * Which sessions share a step changes when a row is computed, never its result, so planning is free to be simple: rows of
  * running requests first, then prompt chunks, starting with the session whose turn it is. */
 #include "engine/engine.h"
 
@@ -45,9 +45,8 @@ hsr_status hsri_step_create(hsr_engine *e, hsr_error *err)
     e->tap_rows = hsri_new_array(rows, sizeof *e->tap_rows);
     e->tap_picks = hsri_new_array(rows, sizeof *e->tap_picks);
     e->tap_places = hsri_new_array(rows, sizeof *e->tap_places);
-    if (!e->taps || !e->tap_rows || !e->tap_picks || !e->tap_places)
-        return hsri_fail(err, HSR_E_NOMEM, "no memory for steps of %llu rows", (unsigned long long)rows);
-    if (!t->parts || !t->seqs || !t->params || !t->sampled || !t->rows || !t->ids || !t->index || !t->wanted || !t->flags)
+    if (!e->taps || !e->tap_rows || !e->tap_picks || !e->tap_places || !t->parts || !t->seqs || !t->params || !t->sampled || !t->rows ||
+        !t->ids || !t->index || !t->wanted || !t->flags)
         return hsri_fail(err, HSR_E_NOMEM, "no memory for steps of %llu rows", (unsigned long long)rows);
 
     hsri_ref end = { 0 };
@@ -149,7 +148,7 @@ static void fill_params(hsri_sample_params *p, const hsri_request *r)
     };
 }
 
-/* Pages for every part. A part that gets none is taken out of the batch: its rows would have nowhere to go. */
+/* Pages for every part. If one gets none, nothing is computed: its session fails, and the others are served again. */
 static hsr_status prepare_parts(hsr_engine *e)
 {
     hsri_step *t = &e->step;

@@ -576,12 +576,6 @@ hsri_page_state hsri_body_state(const hsri_tiers *t, uint32_t body)
     return (hsri_page_state)t->bodies[body].state;
 }
 
-void hsri_body_importance(const hsri_tiers *t, uint32_t body, hsri_importance *row, float *score)
-{
-    *row = t->bodies[body].row;
-    *score = hsri_body_score(t, &t->bodies[body]);
-}
-
 void hsri_body_attended(hsri_tiers *t, uint32_t body, float mass)
 {
     hsri_body *b = &t->bodies[body];

@@ -480,16 +480,6 @@ hsri_ref hsri_cache_table(const hsri_cache *cache)
     return (hsri_ref){ .buf = cache->stores[HSRI_STORE_PLAIN].buf };
 }
 
-hsri_kv_type hsri_cache_type(const hsri_cache *cache)
-{
-    return cache->opts.type;
-}
-
-hsri_kv_type hsri_cache_format(const hsri_cache *cache)
-{
-    return cache->opts.format;
-}
-
 uint64_t hsri_cache_encoded_pages(const hsri_cache *cache)
 {
     return cache->encoded.queued;

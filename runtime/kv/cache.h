@@ -150,8 +150,6 @@ void hsri_cache_fill_seq(const hsri_cache *cache, hsri_seq *seq);
 uint64_t hsri_cache_committed(const hsri_cache *cache);
 uint64_t hsri_cache_reserved(const hsri_cache *cache);
 hsri_ref hsri_cache_table(const hsri_cache *cache);   /* of plain pages, on the device; as prepare left it */
-hsri_kv_type hsri_cache_type(const hsri_cache *cache);
-hsri_kv_type hsri_cache_format(const hsri_cache *cache);
 uint64_t hsri_cache_encoded_pages(const hsri_cache *cache);   /* one past the last page that is encoded and indexed */
 uint32_t hsri_cache_body(const hsri_cache *cache, uint32_t page, uint32_t layer, uint32_t head);   /* HSRI_NO_BODY: none */
 hsri_page_state hsri_cache_page_state(const hsri_cache *cache, uint32_t page, uint32_t layer, uint32_t head);

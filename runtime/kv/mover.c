@@ -268,7 +268,7 @@ static uint32_t next_job(hsri_mover *m)
     return NONE;
 }
 
-/* Lock held; let go of while working. */
+/* Lock held. */
 static void finish(hsri_mover *m, uint32_t id, hsr_status status, int32_t sys_code)
 {
     staging_give(m, &m->jobs[id]);

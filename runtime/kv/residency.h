@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a forward pass asks of whoever places pages. Attention goes in waves of groups (D5); before a wave its pages are held,
+/* What a forward pass asks of whoever places pages. Attention goes in waves of groups (device.h); before a wave its pages are held,
  * after it they are let go:
  *
  *     for (g0 = 0; g0 < n; g0 = g1) {

@@ -334,16 +334,6 @@ void hsri_family_leave(hsri_family *f)
     hsri_family_free_if_empty(f);
 }
 
-bool hsri_family_has_homes(const hsri_family *f)
-{
-    return f->homed;
-}
-
-hsri_tiers *hsri_family_tiers(const hsri_family *f)
-{
-    return f->tiers;
-}
-
 void hsri_family_tick(hsri_family *f, uint64_t n_tokens)
 {
     f->n_tokens = hsri_max(f->n_tokens, n_tokens);

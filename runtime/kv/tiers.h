@@ -96,9 +96,6 @@ hsr_status hsri_family_join(hsri_family *family, hsr_error *err);
 /* One fewer, which has given up its promise and its bodies. */
 void hsri_family_leave(hsri_family *family);
 
-bool hsri_family_has_homes(const hsri_family *family);
-hsri_tiers *hsri_family_tiers(const hsri_family *family);
-
 /* A member that was promised `before` more bodies is promised `after`. Growing may give the family homes, or be refused with
  * HSR_E_NOSPACE, which names the short number; nothing has changed then. Shrinking never fails. */
 hsr_status hsri_family_promise(hsri_family *family, uint64_t before, uint64_t after, hsr_error *err);
@@ -120,7 +117,6 @@ hsr_status hsri_body_seal(hsri_tiers *tiers, uint32_t body, hsr_error *err);
 
 uint32_t hsri_body_entry(const hsri_tiers *tiers, uint32_t body);     /* HSRI_NO_SLOT: not in memory */
 hsri_page_state hsri_body_state(const hsri_tiers *tiers, uint32_t body);
-void hsri_body_importance(const hsri_tiers *tiers, uint32_t body, hsri_importance *row, float *score);
 void hsri_body_attended(hsri_tiers *tiers, uint32_t body, float mass);
 
 /* Wait until no dropped page has a transfer under way, as long as waits may take. */

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Attention: partials of groups (D5), and their merging.
+/* Attention: partials of groups (device.h), and their merging.
  *
  * An item of work is (group, kv head, tile of rows); the tiles that read the same pages are neighbours. A tile makes a call for every
  * run of rows that read the same tokens: rows of one sequence, and where it has encoded pages, of one page, or of one pick. All query

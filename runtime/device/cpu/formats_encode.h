@@ -4,17 +4,15 @@
 #ifndef HSRI_CPU_FORMATS_ENCODE_H
 #define HSRI_CPU_FORMATS_ENCODE_H
 
-#include <math.h>
-#include <stdbool.h>
 #include <string.h>
 
 #include "base/array.h"
+#include "device/cpu/lanes.h"
 #include "device/cpu/page_kernels.h"
 #include "device/cpu/wide.h"
 #include "device/formats.h"
 
 #define TOKENS HSRI_PAGE_TOKENS
-#define LANES 16u   /* terms that are added side by side, whatever the level */
 
 static void page_mean(const float *x, uint32_t d, float *mean)
 {
@@ -25,21 +23,6 @@ static void page_mean(const float *x, uint32_t d, float *mean)
             mean[j] += x[(size_t)t * d + j];
     for (uint32_t j = 0; j < d; j++)
         mean[j] *= 1.0f / TOKENS;
-}
-
-static bool all_finite(const float *x, size_t n)
-{
-    float  sum[4 * LANES] = { 0 };
-    size_t i = 0;
-
-    for (; i + 4 * LANES <= n; i += 4 * LANES)
-        for (uint32_t l = 0; l < 4 * LANES; l++)
-            sum[l] += x[i + l] * 0.0f;
-    for (; i < n; i++)
-        sum[0] += x[i] * 0.0f;
-    for (uint32_t l = 1; l < 4 * LANES; l++)
-        sum[0] += sum[l];
-    return sum[0] == 0.0f;
 }
 
 /* x as a code in 0 .. top, where x = 0 lies at `zero` (a multiple of 1/2). NaN gives some code. */
@@ -229,10 +212,7 @@ static float dot(const float *a, const float *b, uint32_t d)
     for (uint32_t j = 0; j < d; j += LANES)
         for (uint32_t i = 0; i < LANES; i++)
             sum[i] += a[j + i] * b[j + i];
-    for (uint32_t half = LANES / 2; half > 0; half /= 2)
-        for (uint32_t i = 0; i < half; i++)
-            sum[i] += sum[i + half];
-    return sum[0];
+    return lanes_sum(sum);
 }
 
 /* Tokens side by side: their sums and a column are in registers. */

@@ -42,21 +42,6 @@ static float largest(const float *x, uint64_t n)
     return most[0];
 }
 
-static bool all_finite(const float *x, uint64_t n)
-{
-    float    zero[4 * LANES] = { 0 };
-    uint64_t i = 0;
-
-    for (; i + 4 * LANES <= n; i += 4 * LANES)
-        for (uint32_t l = 0; l < 4 * LANES; l++)
-            zero[l] += x[i + l] * 0.0f;
-    for (; i < n; i++)
-        zero[0] += x[i] * 0.0f;
-    for (uint32_t l = LANES; l < 4 * LANES; l++)
-        zero[l % LANES] += zero[l];
-    return lanes_sum(zero) == 0.0f;
-}
-
 static int round_code(float x, int low, int high)
 {
     float r = rintf(x);

@@ -5,6 +5,7 @@
 #define HSRI_CPU_LANES_H
 
 #include <math.h>
+#include <stdbool.h>
 #include <string.h>
 
 #include "device/cpu/sparse_kernels.h"
@@ -32,6 +33,22 @@ INLINE float dot_float(const float *a, const float *b, uint32_t d)
     for (uint32_t i = 0; j + i < d; i++)
         acc[i] += a[j + i] * b[j + i];
     return lanes_sum(acc);
+}
+
+/* A number times zero is zero; what is none, or infinite, is not. */
+static inline bool all_finite(const float *x, uint64_t n)
+{
+    float    zero[4 * LANES] = { 0 };
+    uint64_t i = 0;
+
+    for (; i + 4 * LANES <= n; i += 4 * LANES)
+        for (uint32_t l = 0; l < 4 * LANES; l++)
+            zero[l] += x[i + l] * 0.0f;
+    for (; i < n; i++)
+        zero[0] += x[i] * 0.0f;
+    for (uint32_t l = LANES; l < 4 * LANES; l++)
+        zero[l % LANES] += zero[l];
+    return lanes_sum(zero) == 0.0f;
 }
 
 /* A sum of exponentials as a mass: NaN is nothing, infinity the most. */

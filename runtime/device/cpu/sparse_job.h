@@ -13,8 +13,7 @@
 #define BATCH_VOTES (HSRI_PICK_ROWS / HSRI_PICK_STRIDE)   /* a whole prompt run, or as many decode rows */
 
 /* Masses at their limit say that the head's reference is too low for this chunk. It is raised by less than the range of masses, so that
- * what
- * was at the limit stays in sight; after so many times, logits are no numbers to attend by. */
+ * what was at the limit stays in sight; after so many times, logits are no numbers to attend by. */
 #define RAISE 64.0f
 #define MAX_RAISES 128u
 

@@ -80,8 +80,7 @@ typedef struct hsri_sparse_kernels {
     void (*add_scaled)(float *out, float weight, const float *x, uint64_t n);
     /* Of each head, with the mass of a page's units as its weight: out[head][0] += factors[head] sum of the weights, out[head][1 + j] +=
      * factors[head] sum of weight times component j of the mean value, as its code says. Pages of weight 0 are passed over. Rows of `mass`
-     * are
-     * mass_stride floats apart; n_pages is at most HSRI_SCORE_PAGES. */
+     * are mass_stride floats apart; n_pages is at most HSRI_SCORE_PAGES. */
     void (*add_means)(const uint8_t *const *entries, uint32_t n_pages, const hsri_index_shape *shape, uint32_t n_heads, const float *mass,
                       uint64_t mass_stride, const float *factors, float *out);
     hsri_cluster_kernels cluster;
