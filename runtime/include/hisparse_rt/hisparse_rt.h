@@ -21,7 +21,7 @@
  * - Option and result structs begin with struct_size. Their `_init` function fills in the defaults. Fields are only ever
  *   appended: a caller built against an older header gets defaults for the fields it does not know; a caller with a
  *   newer, larger struct is accepted if the unknown tail is all zero, and refused with HSR_E_INVALID otherwise.
- * - Token ids, positions and counts are 32-bit; byte sizes are 64-bit.
+ * - Token ids are int32_t. Lengths of sequences, positions in them and byte sizes are 64-bit; settings that count tokens are int32_t.
  * - The library never prints, aborts, installs handlers, reads the environment, or keeps process-wide state.
  * - `@threads any` means: from any thread, concurrently. `@threads session` means: one thread at a time per session; a
  *   second concurrent call on the same session returns HSR_E_BUSY.
@@ -59,7 +59,7 @@ typedef int32_t hsr_status;
 #define HSR_E_FORMAT      (-5)  /* a file is damaged, cut short, or not what it claims to be */
 #define HSR_E_FORKED      (-6)  /* the object was made before fork() and used in the child */
 #define HSR_E_UNSUPPORTED (-7)  /* valid, but not in this version, build or machine */
-#define HSR_E_NOSPACE     (-8)  /* a memory budget given at creation cannot hold the request */
+#define HSR_E_NOSPACE     (-8)  /* a budget or a limit given at creation (memory, cold file, sessions) cannot hold the request */
 #define HSR_E_CONTEXT     (-9)  /* the session's context ceiling would be passed */
 #define HSR_E_TOKEN       (-10) /* a token id is outside the model's vocabulary */
 #define HSR_E_NONFINITE   (-11) /* NaN or infinity in the logits of this session */
@@ -181,7 +181,7 @@ typedef struct hsr_engine_opts {
     int32_t     isa;           /* HSR_ISA_*: highest level to use; refused if the machine lacks it */
     int32_t     chunk_tokens;  /* most prompt tokens of one session in one step; 1..4096, default 512 */
     int32_t     max_sessions;  /* 1..65536, default 256 */
-    int32_t     max_batch;     /* most rows of one step, prompt chunks and decode rows together; default 1024 */
+    int32_t     max_batch;     /* most rows of one step, prompt chunks and decode rows together; 1..65536, default 1024 */
     uint64_t    hot_bytes;     /* budget of the hot KV pool; 0: half of the memory available at creation. Rounded down to MiB */
     hsr_log_fn  log;           /* NULL: silent, the default */
     void       *log_user;
@@ -194,7 +194,7 @@ typedef struct hsr_engine_opts {
     int32_t     io_deadline_ms; /* a page that is waited for longer fails its session; default 30000.
                                  * Time in which the process is stopped does not count */
     int32_t     importance;    /* HSR_IMPORTANCE_*: which pages leave memory first */
-    float       weight_locality, weight_frequency, weight_recency; /* the weights themselves, if any is not 0 */
+    float       weight_locality, weight_frequency, weight_recency; /* if any is not 0, these in place of what `importance` stands for */
     float       enter_above, leave_below; /* thresholds of moves that nobody asked for; defaults 0.7 and 0.5 */
     int32_t     prefetch_depth; /* groups of pages that may be on their way ahead of need; default 4, 0: none */
     int32_t     readable_tiers; /* HSR_READ_*: memory that attention reads in place */
@@ -205,7 +205,7 @@ typedef struct hsr_engine_opts {
 #define HSR_PREFETCH_GROUPS 1u /* the next groups of the layer, and the first of the next layer */
 #define HSR_PREFETCH_RISING 2u /* its importance has risen above enter_above, and there is room */
 #define HSR_PREFETCH_QUERY  4u /* the next layer's query, guessed before this one is done, would select it; of sparse sessions, one token at
-                                  a time. Half of it is for nothing, and no time was measured to be won: off by default */
+                                  a time. Off by default: half of these pages are never used, and no time was measured to be saved */
 #define HSR_PREFETCH_DEFAULT (HSR_PREFETCH_GROUPS | HSR_PREFETCH_RISING)
 #define HSR_N_PREFETCH 4       /* the fourth is not to be chosen: pages that HSR_LATE_ESTIMATE did not wait for */
 
@@ -244,6 +244,7 @@ HSR_API hsr_status hsr_engine_create(hsr_model *model, const hsr_engine_opts *op
 HSR_API hsr_status hsr_engine_destroy(hsr_engine **engine, hsr_error *err);
 
 /** Cancel all sessions, as hsr_session_cancel does for one.
+ *  @return HSR_OK, HSR_E_INVALID
  *  @since 0.1  @threads any  @blocks no  @alloc no */
 HSR_API hsr_status hsr_engine_cancel(hsr_engine *engine, hsr_error *err);
 
@@ -287,7 +288,7 @@ typedef struct hsr_engine_stats {
     uint64_t cold_bytes_total;
     uint64_t cold_hits;           /* pages that attention found in memory */
     uint64_t cold_misses;         /* pages that it had to read */
-    uint64_t cold_late;           /* pages that were already on their way */
+    uint64_t cold_late;           /* pages that had not arrived when computing came to them */
     uint64_t cold_waits;          /* times that computing waited for pages */
     uint64_t cold_wait_ns;        /* and for how long in all */
     uint64_t cold_wait_ns_p99;
@@ -307,6 +308,7 @@ typedef struct hsr_engine_stats {
 } hsr_engine_stats;
 
 /** Fill *stats; struct_size must be set by the caller.
+ *  @return HSR_OK, HSR_E_INVALID
  *  @since 0.1  @threads any  @blocks no  @alloc no */
 HSR_API hsr_status hsr_engine_get_stats(hsr_engine *engine, hsr_engine_stats *stats, hsr_error *err);
 
@@ -526,6 +528,7 @@ HSR_API hsr_status hsr_session_prefill(hsr_session *session, int32_t (*progress)
 /** End the work that a session has now, at the end of a step under way: the running request gets a FAILED event with
  *  HSR_E_CANCELLED; tokens that were appended but not computed are dropped, and the call that waits for them, or the next one
  *  that would, returns HSR_E_CANCELLED. Without work nothing happens. The session stays usable.
+ *  @return HSR_OK, HSR_E_INVALID
  *  @since 0.1  @threads any  @blocks no  @alloc no */
 HSR_API hsr_status hsr_session_cancel(hsr_session *session, hsr_error *err);
 
@@ -579,6 +582,7 @@ typedef struct hsr_session_stats {
 } hsr_session_stats;
 
 /** Fill *stats; struct_size must be set by the caller.
+ *  @return HSR_OK, HSR_E_INVALID
  *  @since 0.1  @threads any  @blocks no  @alloc no */
 HSR_API hsr_status hsr_session_get_stats(hsr_session *session, hsr_session_stats *stats, hsr_error *err);
 
@@ -604,10 +608,8 @@ HSR_API hsr_status hsr_session_observe(hsr_session *session, int32_t what, int32
  *  @since 0.1  @threads session  @blocks while it appends; other sessions wait  @alloc yes */
 HSR_API hsr_status hsr_session_fill(hsr_session *session, uint64_t n, uint64_t seed, hsr_error *err);
 
-/** Record what attention does while the session computes, from now on, at every position first + k * stride, k < n, in layers
- *  [layer_first, layer_end): the query heads (after rope), and which slices of 16 tokens the position's selection has, for each kv head.
- *  What is NULL is not recorded, nor are selections where attention is dense. n = 0 ends it. The memory must stay until then.
- *  @since 0.1  @threads session  @blocks for at most one step  @alloc no */
+/* What hsr_session_capture is to record, and where: at every position first + k * stride, k < n, in layers [layer_first, layer_end). What
+ * is NULL is not recorded. */
 typedef struct hsr_capture {
     uint32_t struct_size;
     int32_t  layer_first, layer_end;
@@ -619,10 +621,17 @@ typedef struct hsr_capture {
                               16 i. What is behind the last one means nothing */
     uint32_t max_slices;
 } hsr_capture;
+
+/** Record what attention does while the session computes, from now on: the query heads (after rope), and which slices of 16 tokens the
+ *  position's selection has, for each kv head. Selections are not recorded where attention is dense. n = 0 ends it. The memory must stay
+ *  until then.
+ *  @return HSR_OK, HSR_E_INVALID, HSR_E_BUSY
+ *  @since 0.1  @threads session  @blocks for at most one step  @alloc no */
 HSR_API hsr_status hsr_session_capture(hsr_session *session, const hsr_capture *capture, hsr_error *err);
 
 /** Copy the session's token ids (prompt and output) from position first on.
- *  @param n  in: ids that fit in out; out: ids from `first` on, which may be more than fitted
+ *  @param n  in: ids that fit in out; out: ids from `first` on, which may be more than fitted, or 0 if first is beyond the end
+ *  @return HSR_OK, HSR_E_INVALID, HSR_E_BUSY
  *  @since 0.1  @threads session  @blocks for at most one step  @alloc no */
 HSR_API hsr_status hsr_session_tokens(hsr_session *session, uint64_t first, int32_t *out, uint64_t *n, hsr_error *err);
 
