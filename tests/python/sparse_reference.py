@@ -89,6 +89,10 @@ def _restrict(visible: np.ndarray, scores: np.ndarray, row: int, runs: set[int],
     """Clear what `row` does not attend."""
     run, most_forced = row // RUN * RUN, rules.forced
     if run in runs:
+        if row > run:   # the run's first row has its selection already
+            begin, end = _selectable(run, rules)
+            visible[row, begin:end] = visible[run, begin:end]
+            return
         if rules.prefill_budget == 0 or run < -(-rules.prefill_dense_below // RUN) * RUN:
             return
         first, votes, budget, forced = run, range(run, run + RUN, 8), rules.prefill_budget, []
@@ -97,7 +101,7 @@ def _restrict(visible: np.ndarray, scores: np.ndarray, row: int, runs: set[int],
         if row < rules.dense_below:
             return
         first, votes, budget = row, (row,), 0 if rules.only_forced else rules.budget
-    begin, end = rules.sink, max((first // PAGE + 1 - rules.window // PAGE) * PAGE, rules.sink)
+    begin, end = _selectable(first, rules)
     if end - begin <= budget + most_forced * PAGE:
         return
     worth = sum(_worth(scores, vote, begin, end, rules) for vote in votes)
@@ -111,10 +115,15 @@ def _restrict(visible: np.ndarray, scores: np.ndarray, row: int, runs: set[int],
     visible[row, begin:end] = np.repeat(keep, UNIT * rules.slice_units)
 
 
+def _selectable(row: int, rules: Rules) -> tuple[int, int]:
+    """First and end of the tokens among which the row may select."""
+    return rules.sink, max((row // PAGE + 1 - rules.window // PAGE) * PAGE, rules.sink)
+
+
 def _worth(scores: np.ndarray, row: int, begin: int, end: int, rules: Rules) -> np.ndarray:
     """Probability of each selectable unit, summed over the group's heads. A run's voters see their own windows, and the page between
     the run's selection and their window not at all: it is attended anyway."""
-    window = max((row // PAGE + 1 - rules.window // PAGE) * PAGE, rules.sink)
+    _, window = _selectable(row, rules)
     seen = np.zeros(scores.shape[-1], bool)
     seen[: rules.sink] = seen[begin:end] = seen[end : row + 1] = True
     total = np.zeros((end - begin) // UNIT)
