@@ -55,6 +55,10 @@ def cold(tmp_path):
 
 def run(session) -> tuple[list[int], np.ndarray]:
     session.append(IDS)
+    return go_on(session)
+
+
+def go_on(session) -> tuple[list[int], np.ndarray]:
     tokens = list(session.generate(max_tokens=OUTPUT, ignore_eos=True, return_details=True).tokens)
     return tokens, session.logits([5])
 
@@ -483,8 +487,13 @@ def test_estimating_beside_waiting(trusting, cold):
         want = run(session)
     with hs.load(trusting, threads=2, chunk=128, hot="20MiB", cold=cold, cold_size="128MiB") as model:
         sessions = [model.session(**options("sketch", "bf16") | {"profile": profile}) for profile in (SKETCH, late)]
+        # Both prompts first: one that comes when the other is done has the memory to itself.
+        for session in sessions:
+            session.append(IDS)
+        for session in sessions:
+            session.prefill()
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            got = list(pool.map(run, sessions))
+            got = list(pool.map(go_on, sessions))
         assert model.stats().cold_misses > 0
         assert sessions[0].stats().estimated_pages == 0 < sessions[1].stats().estimated_pages
         for session in sessions:
