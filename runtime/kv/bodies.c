@@ -382,19 +382,21 @@ static uint32_t collect_within(hsri_tiers *t, uint64_t timeout_ms)
     return total;
 }
 
-uint64_t hsri_tiers_deadline(const hsri_tiers *t) { return hsri_now_ns() - t->stopped_ns + t->opts.deadline_ms * 1000000ull; }
+/* Time in which the process was stopped does not count. */
+static uint64_t running_ns(const hsri_tiers *t) { return hsri_now_ns() - t->stopped_ns; }
 
-uint64_t hsri_tiers_ms_until(const hsri_tiers *t, uint64_t deadline)
+/* At least 1 until then. */
+static uint64_t ms_until(const hsri_tiers *t, uint64_t end)
 {
-    uint64_t now = hsri_now_ns() - t->stopped_ns;
-    return now < deadline ? (deadline - now) / 1000000u + 1 : 0;
+    uint64_t now = running_ns(t);
+    return now < end ? (end - now) / 1000000u + 1 : 0;
 }
 
 uint32_t hsri_tiers_collect(hsri_tiers *t, uint64_t timeout_ms)
 {
-    const uint64_t end = hsri_now_ns() - t->stopped_ns + timeout_ms * 1000000ull;
+    const uint64_t end = running_ns(t) + timeout_ms * 1000000ull;
     for (;;) {
-        const uint64_t began = hsri_now_ns(), left = timeout_ms ? hsri_tiers_ms_until(t, end) : 0;
+        const uint64_t began = hsri_now_ns(), left = timeout_ms ? ms_until(t, end) : 0;
         const uint64_t part = hsri_min(left, HSRI_WATCH_NS / 1000000u);
         const uint32_t n = collect_within(t, part);
         t->stopped_ns += hsri_stopped_ns(began, part * 1000000ull);
@@ -405,8 +407,8 @@ uint32_t hsri_tiers_collect(hsri_tiers *t, uint64_t timeout_ms)
 
 void hsri_tiers_drain(hsri_tiers *t)
 {
-    for (uint64_t end = hsri_tiers_deadline(t); t->n_zombies > 0 && hsri_tiers_ms_until(t, end) > 0; )
-        hsri_tiers_collect(t, hsri_tiers_ms_until(t, end));
+    while (t->n_zombies > 0 && hsri_tiers_collect(t, t->opts.deadline_ms) > 0)
+        continue;
 }
 
 /* ---- holding ---- */
@@ -527,24 +529,25 @@ static hsr_status read_again(hsri_tiers *t, uint32_t body, hsr_error *err)
     return HSR_OK;
 }
 
-static hsr_status await_one(hsri_tiers *t, uint32_t body, uint64_t end, hsr_error *err)
+/* Its read has a deadline of its own, and ends by it one way or another. The time of all that must be read is the disk's. */
+static hsr_status await_one(hsri_tiers *t, uint32_t body, hsr_error *err)
 {
     while (!hsri_body_in_memory(&t->bodies[body])) {
         if (t->bodies[body].state == HSRI_PAGE_LOST)
             return lost(t, err);
         if (t->bodies[body].state == HSRI_PAGE_HOME)
             HSRI_TRY(read_again(t, body, err));
-        if (hsri_tiers_ms_until(t, end) == 0)
-            return hsri_fail(err, HSR_E_IO, "%s: page %u of layer %u, head %u did not arrive within %u ms", t->opts.mover.directory,
-                             t->bodies[body].page, t->bodies[body].layer, t->bodies[body].head, t->opts.deadline_ms);
-        hsri_tiers_collect(t, hsri_tiers_ms_until(t, end));
+        if (hsri_tiers_collect(t, t->opts.deadline_ms) == 0 && !hsri_body_in_memory(&t->bodies[body]))
+            return hsri_fail(err, HSR_E_IO, "%s: page %u of layer %u, head %u did not arrive, and nothing else did for %u ms",
+                             t->opts.mover.directory, t->bodies[body].page, t->bodies[body].layer, t->bodies[body].head,
+                             t->opts.deadline_ms);
     }
     return HSR_OK;
 }
 
 hsr_status hsri_bodies_await(hsri_tiers *t, const uint32_t *bodies, size_t n, size_t *lost_at, hsr_error *err)
 {
-    uint64_t start = hsri_now_ns(), end = hsri_tiers_deadline(t);
+    uint64_t start = hsri_now_ns();
     hsri_tiers_collect(t, 0);
     bool waited = false;
     for (size_t i = 0; i < n; i++) {
@@ -552,7 +555,7 @@ hsr_status hsri_bodies_await(hsri_tiers *t, const uint32_t *bodies, size_t n, si
             continue;
         t->stats.late++;
         waited = true;
-        hsr_status status = await_one(t, bodies[i], end, err);
+        hsr_status status = await_one(t, bodies[i], err);
         if (status < 0) {
             *lost_at = i;
             return status;

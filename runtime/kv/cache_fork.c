@@ -114,10 +114,14 @@ static uint64_t blocks_needed(hsri_cache *cache, hsri_cache *fork, promises *p)
 static hsr_status promise_copies(hsri_cache *cache, hsri_cache *fork, promises *p, hsr_error *err)
 {
     uint64_t need = blocks_needed(cache, fork, p), available = hsri_pool_available(cache->pool);
-    if (need > available && !(cache->family && hsri_tiers_make_available(cache->opts.tiers, need)))
+    hsr_status status = HSR_OK;
+    if (need > available)
+        status = cache->family ? hsri_tiers_make_available(cache->opts.tiers, need, err) : HSR_E_NOSPACE;
+    if (status == HSR_E_NOSPACE)
         return hsri_fail(err, HSR_E_NOSPACE, "a fork at %llu tokens needs %llu more KV blocks of 1 MiB; %llu of %llu are available",
                          (unsigned long long)cache->committed, (unsigned long long)need, (unsigned long long)available,
                          (unsigned long long)hsri_pool_total(cache->pool));
+    HSRI_TRY(status);
     for (int kind = 0; kind < HSRI_N_STORES; kind++)
         if (has_slots(cache, kind) && !(hsri_slots_promise(&cache->stores[kind].slots, p->mine[kind]) &&
                                         hsri_slots_promise(&fork->stores[kind].slots, p->copies[kind])))

@@ -274,8 +274,11 @@ static hsr_status promise_slots(hsri_cache *cache, uint64_t reserved, hsr_error 
         held += store->slots.n_reserved;
     }
     available = hsri_pool_available(cache->pool);
-    if (need > held + available && !(cache->family && hsri_tiers_make_available(cache->opts.tiers, need - held)))
-        return hsri_refuse(cache, reserved, need - held, err);
+    if (need > held + available) {
+        hsr_status status = cache->family ? hsri_tiers_make_available(cache->opts.tiers, need - held, err) : HSR_E_NOSPACE;
+        if (status < 0)
+            return status == HSR_E_NOSPACE ? hsri_refuse(cache, reserved, need - held, err) : status;
+    }
     /* Those that shrink first, so that the others find their blocks. */
     for (int grow = 0; grow < 2; grow++)
         for (int kind = 0; kind < HSRI_N_STORES; kind++) {

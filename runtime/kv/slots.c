@@ -50,6 +50,12 @@ static hsri_held_block *find_held(hsri_slots *slots, uint32_t entry)
     return &slots->blocks[at];
 }
 
+const hsri_held_block *hsri_slots_held(hsri_slots *slots, uint32_t block)
+{
+    size_t at = find(slots, block);
+    return holds(slots, at, block) ? &slots->blocks[at] : NULL;
+}
+
 static bool make_room(hsri_slots *slots)
 {
     return hsri_grow((void **)&slots->blocks, &slots->blocks_cap, slots->n_blocks + 1, sizeof *slots->blocks);

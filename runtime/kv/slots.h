@@ -62,6 +62,9 @@ hsr_status hsri_slots_take_near(hsri_slots *slots, uint32_t *near, uint32_t *ent
  * Returns the block if this leaves it with one other holder, else HSRI_NO_BLOCK. */
 uint32_t hsri_slots_drop(hsri_slots *slots, uint32_t entry);
 
+/* The block as it is held here; NULL: it is not. Until the next call. */
+const hsri_held_block *hsri_slots_held(hsri_slots *slots, uint32_t block);
+
 /* A slot in another own block than that of `entry`, for what is in `entry`, which the caller copies and then drops: with its last slot
  * a block may leave memory. False if no other block has a free slot. Promises are not changed: call hsri_slots_promise when done. */
 bool hsri_slots_take_elsewhere(hsri_slots *slots, uint32_t entry, uint32_t *to);

@@ -218,8 +218,15 @@ static void set_terms(hsri_family *f, const terms *to)
 
 static terms terms_of(const hsri_family *f) { return (terms){ f->n_members, f->missing, f->homed }; }
 
-/* Blocks of memory that the frames' promise is short of. */
-static uint64_t frames_short(const hsri_shelf *shelf)
+static void go_back_to(hsri_family *f, const terms *from)
+{
+    hsri_shelf *shelf = &f->tiers->shelves[f->format];
+    set_terms(f, from);
+    hsri_shelf_settle_frames(shelf);
+    hsri_shelf_settle_homes(shelf);
+}
+
+uint64_t hsri_shelf_lacks(const hsri_shelf *shelf)
 {
     const hsri_slots *frames = &shelf->frames;
     uint64_t want = shelf->frames_promised > frames->n_used ? shelf->frames_promised - frames->n_used : 0;
@@ -227,15 +234,15 @@ static uint64_t frames_short(const hsri_shelf *shelf)
     return blocks > frames->n_reserved ? blocks - frames->n_reserved : 0;
 }
 
+/* Pages of others leave for it if that is enough. */
 static bool settle_frames(hsri_tiers *t, hsri_shelf *shelf)
 {
-    uint64_t lacking = frames_short(shelf), there = hsri_pool_available(t->opts.pool);
-    if (lacking > there)
-        hsri_tiers_reclaim(t, lacking - there);
+    if (hsri_shelf_lacks(shelf) > hsri_pool_available(t->opts.pool) && hsri_blocks_in_reach(t) >= 0)
+        hsri_tiers_reclaim(t, hsri_shelf_lacks(shelf));
     return hsri_shelf_settle_frames(shelf);
 }
 
-/* New terms, if what they promise is there; else nothing has changed. */
+/* New terms, if what they promise is there or can be had without waiting; else nothing has changed. */
 static bool agree(hsri_family *f, const terms *to)
 {
     hsri_shelf *shelf = &f->tiers->shelves[f->format];
@@ -243,9 +250,7 @@ static bool agree(hsri_family *f, const terms *to)
     set_terms(f, to);
     if (settle_frames(f->tiers, shelf) && hsri_shelf_settle_homes(shelf))
         return true;
-    set_terms(f, &from);
-    hsri_shelf_settle_frames(shelf);
-    hsri_shelf_settle_homes(shelf);
+    go_back_to(f, &from);
     return false;
 }
 
@@ -258,43 +263,58 @@ static hsr_status refuse(const hsri_family *f, const terms *to, hsr_error *err)
     uint64_t pages = f->n_bodies + to->missing, had = f->homed ? mib(f->n_bodies + f->missing, shelf) : 0;
     uint64_t cold = hsri_pool_available(t->home_pool) + had;
     uint64_t ram = hsri_pool_available(t->opts.pool);
-    if (cold < mib(pages, shelf))
+    if (to->homed && cold < mib(pages, shelf))
         return hsri_fail(err, HSR_E_NOSPACE,
                          "%llu sealed pages need %llu MiB of cold storage; %llu of %llu MiB are available, and memory has %llu MiB",
                          (unsigned long long)pages, (unsigned long long)mib(pages, shelf), (unsigned long long)cold,
                          (unsigned long long)hsri_pool_total(t->home_pool), (unsigned long long)ram);
     return hsri_fail(err, HSR_E_NOSPACE, "sessions with pages in cold storage need %llu MiB of memory at a time; %llu MiB are available",
-                     (unsigned long long)mib(to->n_members * f->working_set, shelf), (unsigned long long)ram);
+                     (unsigned long long)mib(to->homed ? to->n_members * f->working_set : pages, shelf), (unsigned long long)ram);
 }
 
+/* Frames that were promised and are not there stay short of as much, at most: others are asked next. */
 bool hsri_family_give_homes(hsri_family *f)
 {
-    terms to = terms_of(f);
+    hsri_shelf *shelf = &f->tiers->shelves[f->format];
+    terms from = terms_of(f), to = from;
     to.homed = true;
-    return agree(f, &to);
+    set_terms(f, &to);
+    if (!hsri_shelf_settle_homes(shelf)) {
+        go_back_to(f, &from);
+        return false;
+    }
+    hsri_shelf_settle_frames(shelf);
+    return true;
 }
 
-/* As agree, but others are given homes for it, too. */
-static bool agree_among_all(hsri_family *f, const terms *to)
+/* As agree, but what is not at home is written for it, and others are given homes, too. */
+static hsr_status agree_among_all(hsri_family *f, const terms *to, hsr_error *err)
 {
-    if (agree(f, to))
-        return true;
     hsri_shelf *shelf = &f->tiers->shelves[f->format];
     terms from = terms_of(f);
     set_terms(f, to);
-    uint64_t lacking = frames_short(shelf);
-    set_terms(f, &from);
-    return lacking > 0 && hsri_tiers_make_available(f->tiers, lacking) && agree(f, to);
+    hsr_status status = hsri_shelf_settle_homes(shelf) ? hsri_tiers_keep_promises(f->tiers, shelf, err) : HSR_E_NOSPACE;
+    if (status == HSR_OK)
+        return HSR_OK;
+    go_back_to(f, &from);
+    return status == HSR_E_NOSPACE ? refuse(f, to, err) : status;
+}
+
+/* All pages in memory, if that can be had at once; else with homes. A family that works with no fewer frames than it has gains nothing from
+ * these. */
+static hsr_status agree_somehow(hsri_family *f, terms *to, hsr_error *err)
+{
+    if (agree(f, to))
+        return HSR_OK;
+    to->homed |= to->n_members * f->working_set < f->n_bodies + to->missing;
+    return agree_among_all(f, to, err);
 }
 
 hsr_status hsri_family_promise(hsri_family *f, uint64_t before, uint64_t after, hsr_error *err)
 {
     terms to = terms_of(f);
     to.missing += after - before;
-    if (agree(f, &to))
-        return HSR_OK;
-    to.homed = true;
-    return agree_among_all(f, &to) ? HSR_OK : refuse(f, &to, err);
+    return agree_somehow(f, &to, err);
 }
 
 /* ---- families ---- */
@@ -305,17 +325,26 @@ hsr_status hsri_family_create(hsri_tiers *t, hsri_kv_type format, uint64_t linea
     *out = hsri_new_array(1, sizeof **out);
     if (!*out)
         return hsri_fail(err, HSR_E_NOMEM, "out of memory for a KV cache");
-    **out = (hsri_family){ .tiers = t, .format = format, .lineage = lineage, .working_set = working_set, .n_members = 1 };
+    **out = (hsri_family){
+        .tiers = t, .format = format, .lineage = lineage, .working_set = working_set, .n_members = 1, .next = t->families,
+    };
+    if (t->families)
+        t->families->prev = *out;
+    t->families = *out;
     return HSR_OK;
 }
 
 void hsri_family_free_if_empty(hsri_family *f)
 {
+    hsri_tiers *t = f->tiers;
     if (f->n_members > 0 || f->n_bodies > 0)
         return;
-    f->tiers->n_homed -= f->homed;
-    if (f->tiers->n_alive == 0)
-        f->tiers->epoch = 0;
+    t->n_homed -= f->homed;
+    if (t->n_alive == 0)
+        t->epoch = 0;
+    *(f->prev ? &f->prev->next : &t->families) = f->next;
+    if (f->next)
+        f->next->prev = f->prev;
     free(f);
 }
 
@@ -323,7 +352,7 @@ hsr_status hsri_family_join(hsri_family *f, hsr_error *err)
 {
     terms to = terms_of(f);
     to.n_members++;
-    return agree_among_all(f, &to) ? HSR_OK : refuse(f, &to, err);
+    return agree_somehow(f, &to, err);
 }
 
 void hsri_family_leave(hsri_family *f)

@@ -41,7 +41,7 @@ typedef struct hsri_tiers_opts {
     uint32_t             head_dim;
     hsri_mover_opts      mover;         /* directory and bytes: the cold file */
     hsri_importance_opts importance;
-    uint32_t             deadline_ms;   /* a page that is waited for longer is lost; 0: 30 s */
+    uint32_t             deadline_ms;   /* a transfer that takes longer is given up, and its page lost; 0: 30 s */
     bool                 rising;        /* bring back pages that have become important */
 } hsri_tiers_opts;
 
@@ -78,9 +78,10 @@ void hsri_tiers_poll(hsri_tiers *tiers);
 bool hsri_tiers_must_hold(const hsri_tiers *tiers);
 
 /* Have n blocks available in the pool: pages leave, after having been written if need be, and those that must stay move. Families
- * are given homes for it, the largest first. False: promises forbid it, or pages cannot be written within the deadline. No operation
- * that reads or writes sealed pages may be under way. */
-bool hsri_tiers_make_available(hsri_tiers *tiers, uint64_t n);
+ * are given homes for it, the largest first. HSR_E_NOSPACE: promises forbid it; else why pages cannot be written. It takes as long as
+ * the disk does: only one on which nothing ends within the deadline is given up. No operation that reads or writes sealed pages may
+ * be under way. */
+hsr_status hsri_tiers_make_available(hsri_tiers *tiers, uint64_t n, hsr_error *err);
 
 void hsri_tiers_get_stats(hsri_tiers *tiers, hsri_tiers_stats *stats);
 
@@ -119,7 +120,7 @@ uint32_t hsri_body_entry(const hsri_tiers *tiers, uint32_t body);     /* HSRI_NO
 hsri_page_state hsri_body_state(const hsri_tiers *tiers, uint32_t body);
 void hsri_body_attended(hsri_tiers *tiers, uint32_t body, float mass);
 
-/* Wait until no dropped page has a transfer under way, as long as waits may take. */
+/* Wait until no dropped page has a transfer under way, unless it is past its deadline. */
 void hsri_tiers_drain(hsri_tiers *tiers);
 
 /* ---- holding ---- */

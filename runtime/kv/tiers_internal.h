@@ -48,6 +48,7 @@ struct hsri_family {
     uint64_t     missing;        /* bodies promised to members and not created yet */
     uint64_t     n_tokens;
     bool         homed;
+    hsri_family *next, *prev;    /* all there are */
 };
 
 #define HSRI_N_NEAR 256u
@@ -67,6 +68,7 @@ struct hsri_tiers {
     hsri_pool      *home_pool;
     uint32_t       *free_moves;  /* per extent: the move that gives it back, or HSRI_NO_MOVE */
     hsri_shelf      shelves[HSRI_N_KV_FORMATS];
+    hsri_family    *families;
 
     hsri_body      *bodies;
     size_t          bodies_cap, n_bodies;      /* n_bodies: used ever */
@@ -119,20 +121,18 @@ static inline hsri_shelf *hsri_shelf_of(hsri_tiers *t, const hsri_body *b) { ret
 bool hsri_shelf_settle_frames(hsri_shelf *shelf);
 bool hsri_shelf_settle_homes(hsri_shelf *shelf);
 
+/* Blocks of memory that the promise of frames is short of. */
+uint64_t hsri_shelf_lacks(const hsri_shelf *shelf);
+
 /* What the family's promises come to. */
 uint64_t hsri_family_frames(const hsri_family *f);
 uint64_t hsri_family_homes(const hsri_family *f);
 void hsri_family_free_if_empty(hsri_family *f);
 
-/* False: the cold file has no room for all its pages; nothing has changed. */
+/* To be promised fewer frames. False: the cold file has no room for all its pages; nothing has changed. */
 bool hsri_family_give_homes(hsri_family *f);
 
 /* ---- bodies.c ---- */
-
-/* When the time of a wait that begins now is up, and how much of it is left, at least 1 until then. Time in which the process was stopped
- * does not count. */
-uint64_t hsri_tiers_deadline(const hsri_tiers *t);
-uint64_t hsri_tiers_ms_until(const hsri_tiers *t, uint64_t deadline);
 
 /* Take in ends, waiting for one up to timeout_ms. Returns how many. */
 uint32_t hsri_tiers_collect(hsri_tiers *t, uint64_t timeout_ms);
@@ -157,8 +157,14 @@ hsr_status hsri_frame_take(hsri_tiers *t, hsri_shelf *shelf, bool wait, uint32_t
 /* Frames that can be had without waiting, of all formats. */
 uint64_t hsri_frames_at_once(const hsri_tiers *t, const hsri_shelf *shelf);
 
-/* Free at least n blocks for others by letting pages leave and moving what must stay, without waiting for anything. */
+/* Have n blocks available by letting pages leave and moving what must stay, without waiting for anything. */
 bool hsri_tiers_reclaim(hsri_tiers *t, uint64_t n);
+
+/* Blocks that would be available if pages held no more than their promises name; negative: promises name more than there are. */
+int64_t hsri_blocks_in_reach(const hsri_tiers *t);
+
+/* A shelf has promised more than it holds: have it. As hsri_tiers_make_available. */
+hsr_status hsri_tiers_keep_promises(hsri_tiers *t, hsri_shelf *shelf, hsr_error *err);
 
 /* Moves that nobody asked for: writing home, keeping frames free for demand, bringing back what has become important. */
 void hsri_tiers_tidy(hsri_tiers *t);

@@ -1,4 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
+#include <math.h>
 #include <stdlib.h>
 
 #include "base/clock.h"
@@ -9,8 +10,11 @@
 #define BATCH        32u
 /* Blocks' worth of frames that are kept free while pages are worth less than the threshold. */
 #define FREE_BLOCKS  2u
-/* Writes ahead of need that may be under way. */
-#define MOST_WRITES  256u
+/* Writes that may be under way: ahead of need, and when somebody waits, whose reads they are not to delay for long. */
+#define MOST_WRITES   1024u
+#define URGENT_WRITES 256u
+/* Blocks that are chosen at a time to be emptied. */
+#define VICTIMS      64u
 
 /* ---- which page leaves ---- */
 
@@ -97,21 +101,34 @@ static int by_order(const void *a, const void *b)
     return (x->by > y->by) - (x->by < y->by);
 }
 
-/* Start up to `most` writes of dirty pages, from the hand on; neighbours in a layer one after the other, to become neighbours at home. */
+/* Must it be written before it can leave? */
+static bool is_dirty(const hsri_body *b) { return b->state == HSRI_PAGE_HOT && b->move == HSRI_NO_MOVE && b->family->homed; }
+
+static void note_dirty(const hsri_tiers *t, uint32_t body, order *found, size_t *n)
+{
+    const hsri_body *b = &t->bodies[body];
+    if (is_dirty(b))
+        found[(*n)++] = (order){ (uint64_t)b->layer << 48 | (uint64_t)b->page << 16 | b->head, body };
+}
+
+/* Start these writes, neighbours in a layer one after the other, to become neighbours at home. */
+static void write_in_order(hsri_tiers *t, order *found, size_t n, hsri_move_priority priority)
+{
+    qsort(found, n, sizeof *found, by_order);
+    for (size_t i = 0; i < n && hsri_body_write(t, found[i].body, priority); i++)
+        continue;
+}
+
+/* Start up to `most` writes of dirty pages, from the hand on. */
 static void write_some(hsri_tiers *t, uint64_t most, hsri_move_priority priority)
 {
     order found[MOST_WRITES];
     size_t n = 0;
     for (size_t looked = 0; looked < t->n_resident && n < hsri_min(most, t->n_dirty); looked++) {
         t->clean_hand = t->clean_hand + 1 < t->n_resident ? t->clean_hand + 1 : 0;
-        uint32_t body = t->resident[t->clean_hand];
-        const hsri_body *b = &t->bodies[body];
-        if (b->state == HSRI_PAGE_HOT && b->move == HSRI_NO_MOVE && b->family->homed)
-            found[n++] = (order){ (uint64_t)b->layer << 48 | (uint64_t)b->page << 16 | b->head, body };
+        note_dirty(t, t->resident[t->clean_hand], found, &n);
     }
-    qsort(found, n, sizeof *found, by_order);
-    for (size_t i = 0; i < n && hsri_body_write(t, found[i].body, priority); i++)
-        continue;
+    write_in_order(t, found, n, priority);
 }
 
 /* Above half of the pool, pages are written home ahead of need, so that leaving is only a rebind. */
@@ -126,8 +143,8 @@ static void write_ahead(hsri_tiers *t)
 static void write_urgently(hsri_tiers *t)
 {
     hsri_mover_raise_writes(t->mover);
-    if (t->n_dirty > 0 && t->n_writing < BATCH)
-        write_some(t, BATCH, HSRI_MOVE_DEMAND);
+    if (t->n_dirty > 0 && t->n_writing < URGENT_WRITES / 2)
+        write_some(t, URGENT_WRITES - t->n_writing, HSRI_MOVE_DEMAND);
 }
 
 /* ---- moves that nobody asked for ---- */
@@ -187,117 +204,7 @@ void hsri_tiers_tidy(hsri_tiers *t)
         enter_voluntarily(t);
 }
 
-/* ---- blocks for others ---- */
-
-/* Blocks that the shelf holds beyond what was promised. */
-static uint64_t excess(const hsri_shelf *shelf)
-{
-    uint64_t promised = hsri_div_up(shelf->frames_promised, shelf->frames.per_block);
-    return shelf->slot_bytes && shelf->frames.n_blocks > promised ? shelf->frames.n_blocks - promised : 0;
-}
-
-static bool in_use(const hsri_held_block *held, uint32_t slot) { return held->used[slot / 64] >> slot % 64 & 1; }
-
-/* How much work emptying a block is: pages that must move to other frames; UINT32_MAX if one cannot. */
-static uint32_t stuck(hsri_tiers *t, const hsri_shelf *shelf, const hsri_held_block *held, bool idle)
-{
-    uint32_t n = 0;
-    for (uint32_t slot = 0; slot < shelf->frames.per_block; slot++) {
-        if (!in_use(held, slot))
-            continue;
-        const hsri_body *b = &t->bodies[*hsri_frame_body(t, held->block << 8 | slot)];
-        if (b->pins > 0 || b->move != HSRI_NO_MOVE || (b->state == HSRI_PAGE_FULL && !idle))
-            return UINT32_MAX;
-        n += !may_leave(b);
-    }
-    return n;
-}
-
-static uint32_t easiest_block(hsri_tiers *t, const hsri_shelf *shelf, bool idle)
-{
-    uint32_t best = HSRI_NO_BLOCK, least = UINT32_MAX;
-    for (size_t i = 0; i < shelf->frames.n_blocks; i++) {
-        uint32_t n = stuck(t, shelf, &shelf->frames.blocks[i], idle);
-        if (n < least) {
-            least = n;
-            best = shelf->frames.blocks[i].block;
-        }
-    }
-    return best;
-}
-
-/* Move a page to another block, making room there if need be. */
-static bool move_frame(hsri_tiers *t, hsri_shelf *shelf, uint32_t body)
-{
-    uint32_t from = t->bodies[body].entry, to;
-    t->bodies[body].pins++;         /* not the one to leave */
-    bool room = hsri_slots_take_elsewhere(&shelf->frames, from, &to) ||
-                (evict_some(t, shelf) > 0 && hsri_slots_take_elsewhere(&shelf->frames, from, &to));
-    t->bodies[body].pins--;
-    if (!room)
-        return false;
-    memcpy(hsri_frame_memory(t, shelf, to), hsri_frame_memory(t, shelf, from), shelf->slot_bytes);
-    hsri_slots_drop(&shelf->frames, from);
-    hsri_body_set_frame(t, body, to);
-    t->epoch++;
-    return true;
-}
-
-/* Empty one block, which goes back to the pool with its last page. */
-static bool empty_block(hsri_tiers *t, hsri_shelf *shelf, uint32_t block)
-{
-    for (uint32_t slot = 0; slot < shelf->frames.per_block; slot++) {
-        size_t i = 0;
-        while (i < shelf->frames.n_blocks && shelf->frames.blocks[i].block != block)
-            i++;
-        if (i == shelf->frames.n_blocks)
-            return true;
-        if (!in_use(&shelf->frames.blocks[i], slot))
-            continue;
-        uint32_t body = *hsri_frame_body(t, block << 8 | slot);
-        if (may_leave(&t->bodies[body]))
-            hsri_body_drop_frame(t, body);
-        else if (!move_frame(t, shelf, body))
-            return false;
-    }
-    return true;
-}
-
-/* Free n blocks of shelves other than `except`. */
-static bool reclaim(hsri_tiers *t, uint64_t n, bool idle, const hsri_shelf *except)
-{
-    uint64_t had = hsri_pool_available(t->opts.pool);
-    for (int format = 0; format < HSRI_N_KV_FORMATS; format++) {
-        hsri_shelf *shelf = &t->shelves[format];
-        while (shelf != except && hsri_pool_available(t->opts.pool) - had < n && excess(shelf) > 0) {
-            uint32_t block = easiest_block(t, shelf, idle);
-            if (block == HSRI_NO_BLOCK || !empty_block(t, shelf, block))
-                break;
-            hsri_shelf_settle_frames(shelf);
-        }
-    }
-    return hsri_pool_available(t->opts.pool) - had >= n;
-}
-
-
-bool hsri_tiers_reclaim(hsri_tiers *t, uint64_t n)
-{
-    return reclaim(t, n, true, NULL);
-}
-
-/* ---- frames ---- */
-
-/* A frame without anybody having to leave. */
-static hsr_status take_free(hsri_tiers *t, hsri_shelf *shelf, uint32_t *entry, hsr_error *err)
-{
-    (void)t;
-    hsri_slots *frames = &shelf->frames;
-    if (frames->n_promised == 0 && !hsri_slots_promise(frames, 1))
-        return HSR_AGAIN;
-    hsr_status status = hsri_slots_take(frames, entry, err);
-    hsri_shelf_settle_frames(shelf);
-    return status;
-}
+/* ---- frames that are waited for ---- */
 
 static hsr_status no_frame(const hsri_tiers *t, hsr_error *err)
 {
@@ -306,37 +213,222 @@ static hsr_status no_frame(const hsri_tiers *t, hsr_error *err)
     return hsri_fail(err, HSR_E_NOSPACE, "no page can leave memory: all of its KV pages are in use");
 }
 
-/* Wait for something that may free a frame. */
-static hsr_status wait_for_frame(hsri_tiers *t, uint64_t end, hsr_error *err)
+/* Wait for something that may free a frame. However long all of it takes, only a disk on which nothing ends is given up. */
+static hsr_status wait_for_frame(hsri_tiers *t, hsr_error *err)
 {
-    uint64_t failures = t->stats.write_failures, left = hsri_tiers_ms_until(t, end);
+    uint64_t failures = t->stats.write_failures;
     write_urgently(t);
     if (t->n_moves == 0)
         return no_frame(t, err);
-    if (left == 0)
+    if (hsri_tiers_collect(t, t->opts.deadline_ms) == 0)
         return hsri_fail(err, HSR_E_IO, "%s: no page has left memory for %u ms", t->opts.mover.directory, t->opts.deadline_ms);
-    hsri_tiers_collect(t, left);
     return t->stats.write_failures > failures && t->n_writing == 0 ? no_frame(t, err) : HSR_OK;
+}
+
+/* ---- blocks for others ---- */
+
+/* What may be done to have blocks. */
+typedef struct means {
+    bool idle;          /* nothing reads or writes pages: full ones can move, too */
+    bool wait;          /* what is not at home is written, and waited for */
+} means;
+
+typedef struct victim {
+    float    cost;
+    uint32_t block;
+} victim;
+
+static uint64_t blocks_promised(const hsri_shelf *shelf) { return hsri_div_up(shelf->frames_promised, shelf->frames.per_block); }
+
+/* Blocks that the shelf holds beyond what was promised. */
+static uint64_t excess(const hsri_shelf *shelf)
+{
+    return shelf->slot_bytes && shelf->frames.n_blocks > blocks_promised(shelf) ? shelf->frames.n_blocks - blocks_promised(shelf) : 0;
+}
+
+/* The next slot in use, from `slot` on; HSRI_MAX_SLOTS: none. */
+static uint32_t next_used(const hsri_held_block *held, uint32_t slot)
+{
+    for (uint32_t word = slot / 64; word < HSRI_SLOT_WORDS; slot = ++word * 64) {
+        uint64_t bits = held->used[word] >> slot % 64;
+        if (bits)
+            return slot + (uint32_t)__builtin_ctzll(bits);
+    }
+    return HSRI_MAX_SLOTS;
+}
+
+static uint32_t body_at(hsri_tiers *t, const hsri_held_block *held, uint32_t slot) { return *hsri_frame_body(t, held->block << 8 | slot); }
+
+/* Does it leave when its block is emptied, now or once it is at home? Else it must move to another. */
+static bool leaves(const hsri_body *b, means by) { return may_leave(b) || (by.wait && (b->state == HSRI_PAGE_HOT_WRITE || is_dirty(b))); }
+
+static bool is_stuck(const hsri_body *b, means by)
+{
+    return b->pins > 0 || (b->move != HSRI_NO_MOVE && !leaves(b, by)) || (b->state == HSRI_PAGE_FULL && !by.idle);
+}
+
+/* What emptying a block costs: the scores of the pages that leave it, and 1 for each that must move, since another leaves for it then.
+ * INFINITY: it cannot be emptied now, or the limit is reached. */
+static float cost_of(hsri_tiers *t, const hsri_held_block *held, means by, float limit)
+{
+    float cost = 0;
+    for (uint32_t slot = 0; (slot = next_used(held, slot)) < HSRI_MAX_SLOTS; slot++) {
+        const hsri_body *b = &t->bodies[body_at(t, held, slot)];
+        cost += leaves(b, by) ? hsri_body_score(t, b) : 1;
+        if (is_stuck(b, by) || cost >= limit)
+            return INFINITY;
+    }
+    return cost;
+}
+
+/* Up to n blocks, those that cost the least first. */
+static uint32_t cheapest_blocks(hsri_tiers *t, const hsri_shelf *shelf, means by, uint32_t n, victim *found)
+{
+    uint32_t n_found = 0;
+    for (size_t i = 0; i < shelf->frames.n_blocks; i++) {
+        const hsri_held_block *held = &shelf->frames.blocks[i];
+        float limit = n_found < n ? INFINITY : found[n - 1].cost, cost = cost_of(t, held, by, limit);
+        if (cost >= limit)
+            continue;
+        uint32_t at = n_found < n ? n_found++ : n - 1;
+        for (; at > 0 && found[at - 1].cost > cost; at--)
+            found[at] = found[at - 1];
+        found[at] = (victim){ cost, held->block };
+    }
+    return n_found;
+}
+
+/* Move a page to another block, where others leave for it if need be. */
+static bool move_frame(hsri_tiers *t, hsri_shelf *shelf, uint32_t body)
+{
+    uint32_t from = t->bodies[body].entry, to;
+    while (!hsri_slots_take_elsewhere(&shelf->frames, from, &to))
+        if (evict_some(t, shelf) == 0)
+            return false;
+    memcpy(hsri_frame_memory(t, shelf, to), hsri_frame_memory(t, shelf, from), shelf->slot_bytes);
+    hsri_slots_drop(&shelf->frames, from);
+    hsri_body_set_frame(t, body, to);
+    t->epoch++;
+    return true;
+}
+
+/* What may leave the block does. */
+static void let_leave(hsri_tiers *t, const hsri_held_block was)
+{
+    for (uint32_t slot = 0; (slot = next_used(&was, slot)) < HSRI_MAX_SLOTS; slot++) {
+        uint32_t body = body_at(t, &was, slot);
+        if (may_leave(&t->bodies[body]))
+            hsri_body_drop_frame(t, body);
+    }
+}
+
+/* What is left in it moves. False: something must wait, or has nowhere to go. */
+static bool move_rest(hsri_tiers *t, hsri_shelf *shelf, means by, const hsri_held_block was)
+{
+    for (uint32_t slot = 0; (slot = next_used(&was, slot)) < HSRI_MAX_SLOTS; slot++) {
+        const hsri_body *b = &t->bodies[body_at(t, &was, slot)];
+        if (is_stuck(b, by) || leaves(b, by))
+            return false;
+    }
+    for (uint32_t slot = 0; (slot = next_used(&was, slot)) < HSRI_MAX_SLOTS; slot++)
+        if (!move_frame(t, shelf, body_at(t, &was, slot)))
+            return false;
+    return true;
+}
+
+/* Empty a block, which goes back to the pool with its last page. What leaves does so first: nothing that moves away makes it leave then. */
+static bool empty_block(hsri_tiers *t, hsri_shelf *shelf, means by, uint32_t block)
+{
+    const hsri_held_block *held = hsri_slots_held(&shelf->frames, block);
+    if (held)
+        let_leave(t, *held);
+    held = hsri_slots_held(&shelf->frames, block);
+    return !held || move_rest(t, shelf, by, *held);
+}
+
+/* Begin to write what these blocks hold that is not at home. */
+static void write_blocks(hsri_tiers *t, hsri_shelf *shelf, const victim *victims, uint32_t n)
+{
+    order found[MOST_WRITES];
+    size_t n_found = 0, most = MOST_WRITES - hsri_min(t->n_writing, MOST_WRITES);
+    for (uint32_t i = 0; i < n; i++) {
+        const hsri_held_block *held = hsri_slots_held(&shelf->frames, victims[i].block);
+        for (uint32_t slot = 0; held && n_found < most && (slot = next_used(held, slot)) < HSRI_MAX_SLOTS; slot++)
+            note_dirty(t, body_at(t, held, slot), found, &n_found);
+    }
+    write_in_order(t, found, n_found, HSRI_MOVE_DEMAND);
+}
+
+/* Is it still worth waiting for? Not if a transfer in it is past its deadline. */
+static bool can_be_emptied(hsri_tiers *t, hsri_shelf *shelf, means by, uint32_t block)
+{
+    const hsri_held_block *held = hsri_slots_held(&shelf->frames, block);
+    return !held || cost_of(t, held, by, INFINITY) < INFINITY;
+}
+
+static hsr_status empty_blocks(hsri_tiers *t, hsri_shelf *shelf, means by, const victim *victims, uint32_t n, uint32_t *n_empty,
+                               hsr_error *err)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        bool empty;
+        while (!(empty = empty_block(t, shelf, by, victims[i].block)) && by.wait && can_be_emptied(t, shelf, by, victims[i].block)) {
+            write_blocks(t, shelf, victims + i, n - i);
+            HSRI_TRY(wait_for_frame(t, err));
+        }
+        hsri_shelf_settle_frames(shelf);
+        *n_empty += empty;
+    }
+    return HSR_OK;
+}
+
+/* Have n blocks available: shelves other than `except` give up what they hold in excess. HSR_AGAIN: that would mean waiting. */
+static hsr_status gather(hsri_tiers *t, uint64_t n, means by, const hsri_shelf *except, hsr_error *err)
+{
+    while (hsri_pool_available(t->opts.pool) < n) {
+        uint32_t n_empty = 0;
+        for (int format = 0; format < HSRI_N_KV_FORMATS; format++) {
+            hsri_shelf *shelf = &t->shelves[format];
+            victim found[VICTIMS];
+            uint64_t there = hsri_pool_available(t->opts.pool);
+            if (shelf == except || there >= n || excess(shelf) == 0)
+                continue;
+            uint32_t want = (uint32_t)hsri_min(hsri_min(n - there, excess(shelf)), VICTIMS);
+            uint32_t n_found = cheapest_blocks(t, shelf, by, want, found);
+            HSRI_TRY(empty_blocks(t, shelf, by, found, n_found, &n_empty, err));
+        }
+        if (n_empty == 0 && !by.wait)
+            return HSR_AGAIN;
+        if (n_empty == 0)
+            HSRI_TRY(wait_for_frame(t, err));
+    }
+    return HSR_OK;
+}
+
+bool hsri_tiers_reclaim(hsri_tiers *t, uint64_t n)
+{
+    return gather(t, n, (means){ .idle = true }, NULL, NULL) == HSR_OK;
 }
 
 /* ---- blocks that must be had ---- */
 
-/* Blocks that would be there once all writes have ended. */
-static uint64_t blocks_in_reach(const hsri_tiers *t)
+int64_t hsri_blocks_in_reach(const hsri_tiers *t)
 {
-    uint64_t n = hsri_pool_available(t->opts.pool);
-    for (int format = 0; format < HSRI_N_KV_FORMATS; format++)
-        n += excess(&t->shelves[format]);
+    int64_t n = (int64_t)hsri_pool_available(t->opts.pool);
+    for (int format = 0; format < HSRI_N_KV_FORMATS; format++) {
+        const hsri_shelf *shelf = &t->shelves[format];
+        if (shelf->slot_bytes)
+            n += (int64_t)(shelf->frames.n_blocks + shelf->frames.n_reserved) - (int64_t)blocks_promised(shelf);
+    }
     return n;
 }
 
-/* The family without homes that has the most pages, of those with fewer than `below`. Rare, so a walk will do. */
+/* The family without homes that is promised the most frames, of those with fewer than `below` that would need fewer with homes. */
 static hsri_family *largest_without_homes(const hsri_tiers *t, uint64_t below)
 {
     hsri_family *largest = NULL;
-    for (size_t i = 0; i < t->n_bodies; i++) {
-        hsri_family *f = t->bodies[i].refs > 0 ? t->bodies[i].family : NULL;
-        if (f && !f->homed && f->n_bodies < below && (!largest || f->n_bodies > largest->n_bodies))
+    for (hsri_family *f = t->families; f; f = f->next) {
+        uint64_t frames = hsri_family_frames(f);
+        if (!f->homed && frames < below && frames > f->n_members * f->working_set && (!largest || frames > hsri_family_frames(largest)))
             largest = f;
     }
     return largest;
@@ -346,41 +438,60 @@ static hsri_family *largest_without_homes(const hsri_tiers *t, uint64_t below)
 static bool bring_into_reach(hsri_tiers *t, uint64_t n)
 {
     uint64_t below = UINT64_MAX;
-    while (blocks_in_reach(t) < n) {
+    while (hsri_blocks_in_reach(t) < (int64_t)n) {
         hsri_family *f = largest_without_homes(t, below);
         if (!f)
             return false;
         if (!hsri_family_give_homes(f))
-            below = f->n_bodies;
+            below = hsri_family_frames(f);
     }
     return true;
 }
 
-bool hsri_tiers_make_available(hsri_tiers *t, uint64_t n)
+static hsr_status make_available(hsri_tiers *t, uint64_t n, hsr_error *err)
 {
-    uint64_t end = hsri_tiers_deadline(t), there;
-    if (!bring_into_reach(t, n))
-        return false;
-    while ((there = hsri_pool_available(t->opts.pool)) < n)
-        if (!reclaim(t, n - there, true, NULL) && wait_for_frame(t, end, NULL) < 0)
-            return false;
-    return true;
+    return gather(t, n, (means){ .idle = true, .wait = true }, NULL, err);
 }
 
-/* ---- frames for pages ---- */
+hsr_status hsri_tiers_make_available(hsri_tiers *t, uint64_t n, hsr_error *err)
+{
+    return bring_into_reach(t, n) ? make_available(t, n, err) : HSR_E_NOSPACE;
+}
+
+hsr_status hsri_tiers_keep_promises(hsri_tiers *t, hsri_shelf *shelf, hsr_error *err)
+{
+    if (!bring_into_reach(t, 0))
+        return HSR_E_NOSPACE;
+    HSRI_TRY(make_available(t, hsri_shelf_lacks(shelf), err));
+    return hsri_shelf_settle_frames(shelf) ? HSR_OK : HSR_E_NOSPACE;
+}
+
+/* ---- frames ---- */
+
+/* A frame without anybody having to leave. */
+static hsr_status take_free(hsri_shelf *shelf, uint32_t *entry, hsr_error *err)
+{
+    hsri_slots *frames = &shelf->frames;
+    if (frames->n_promised == 0 && !hsri_slots_promise(frames, 1))
+        return HSR_AGAIN;
+    hsr_status status = hsri_slots_take(frames, entry, err);
+    hsri_shelf_settle_frames(shelf);
+    return status;
+}
 
 hsr_status hsri_frame_take(hsri_tiers *t, hsri_shelf *shelf, bool wait, uint32_t *entry, hsr_error *err)
 {
-    uint64_t end = hsri_tiers_deadline(t);
     for (;;) {
-        hsr_status status = take_free(t, shelf, entry, err);
+        hsr_status status = take_free(shelf, entry, err);
         if (status != HSR_AGAIN)
             return status;
-        if (evict_some(t, shelf) > 0 || hsri_tiers_collect(t, 0) > 0 || reclaim(t, 1, false, shelf))
+        if (evict_some(t, shelf) > 0 || hsri_tiers_collect(t, 0) > 0)
+            continue;
+        if (gather(t, 1, (means){ 0 }, shelf, NULL) == HSR_OK)
             continue;
         if (!wait)
             return HSR_AGAIN;
-        HSRI_TRY(wait_for_frame(t, end, err));
+        HSRI_TRY(wait_for_frame(t, err));
     }
 }
 

@@ -17,7 +17,7 @@
 #include "kv/holder.h"
 
 #define MAX_SESSIONS 6
-#define MAX_TOKENS   8000u
+#define MAX_TOKENS   9000u
 #define MIB          (1ull << 20)
 #define LIST_UNITS   48u
 #define GROUP_PAGES  (HSRI_GROUP_TOKENS / HSRI_PAGE_TOKENS)
@@ -32,7 +32,7 @@ typedef struct faults {
     bool           any_action;
     hsri_io_fault  fault;
     uint64_t       delay_seed;      /* nonzero: operations are late by up to 3 ms */
-    uint32_t       read_ms;         /* nonzero: reads take so long */
+    uint32_t       read_ms, write_ms;       /* nonzero: reads, and writes, take so long */
     pthread_mutex_t lock;           /* operations are the mover's thread's */
 } faults;
 
@@ -51,6 +51,13 @@ static void set_read_ms(faults *f, uint32_t ms)
 {
     pthread_mutex_lock(&f->lock);
     f->read_ms = ms;
+    pthread_mutex_unlock(&f->lock);
+}
+
+static void set_write_ms(faults *f, uint32_t ms)
+{
+    pthread_mutex_lock(&f->lock);
+    f->write_ms = ms;
     pthread_mutex_unlock(&f->lock);
 }
 
@@ -73,6 +80,8 @@ static void before_io(void *user, hsri_io_action action, uint64_t index, hsri_io
         fault->delay_ms = (uint32_t)(hsri_rng_u64(f->delay_seed, f->n) % 4);
     if (f->read_ms && action == HSRI_IO_READ)
         fault->delay_ms = f->read_ms;
+    if (f->write_ms && action == HSRI_IO_WRITE)
+        fault->delay_ms = f->write_ms;
     if (f->any_action || action == f->action) {
         uint64_t n = f->n++;
         if (n >= f->from && n - f->from < f->count)
@@ -114,10 +123,11 @@ typedef struct setup {
     uint32_t     depth, deadline_ms;
     hsri_io_kind io;
     uint64_t     delay_seed, sparse, warm;      /* warm: blocks that are not read in place */
+    bool         clusters;                      /* instead of slabs alone */
 } setup;
 
 /* A session of the longest kind needs 64 blocks of encoded pages, and some 15 blocks of plain ones. */
-static const setup squeezed = { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_INT8, 2, 2, 2, 36, 128 * MIB, 2, 20000, HSRI_IO_AUTO, 0, 0, 0 };
+static const setup squeezed = { HSRI_KV_TYPE_F32, HSRI_KV_TYPE_INT8, 2, 2, 2, 36, 128 * MIB, 2, 20000, HSRI_IO_AUTO, 0, 0, 0, false };
 
 static void world_init(world *w, const setup *s)
 {
@@ -157,6 +167,10 @@ static void world_init(world *w, const setup *s)
         w->opts.index = (hsri_index_shape){
             .kind = HSRI_INDEX_SKETCH, .head_dim = 512, .per_slab = s->per_slab, .entry_bytes = HSRI_SLAB_BYTES / s->per_slab,
         };
+    if (s->clusters) {
+        w->opts.index = (hsri_index_shape){ .kind = HSRI_INDEX_SKETCH, .head_dim = 64, .n_4bit = 24, .clusters = 1 };
+        hsri_index_shape_fill(&w->opts.index);
+    }
     w->sessions = calloc(MAX_SESSIONS, sizeof *w->sessions);
 }
 
@@ -592,6 +606,27 @@ static void test_room_for_others(void)
     world_end(&w, HSR_OK);
 }
 
+/* A disk on which all that must be written takes longer than anything on it may: whoever was promised memory waits. */
+static void test_slow_disk(void)
+{
+    world w;
+    setup s = squeezed;
+    s.blocks = 46;
+    s.deadline_ms = 2500;
+    s.io = HSRI_IO_PREAD;
+    world_init(&w, &s);
+    session *a = create(&w), *b = create(&w);
+    RUN(&w, a, 6600);           /* just fits */
+    CHECK(tiers_stats(&w).writes == 0 && hsri_pool_available(w.pool) < 5);
+    set_write_ms(&w.faults, 1000);
+    uint64_t start = hsri_now_ns();
+    RUN(&w, b, 3000);
+    CHECK(hsri_now_ns() - start > 2500000000u && tiers_stats(&w).writes > 100);
+    destroy(b);
+    destroy(a);
+    world_end(&w, HSR_OK);
+}
+
 /* The n-th operation on the cold file fails, and a few behind it. Whatever happens is a status; after it the session goes on or
  * is computed again, and the other session's pages are right. */
 static uint64_t run_with_fault(hsri_io_fault fault, bool any, hsri_io_action action, uint64_t n, uint64_t count)
@@ -887,6 +922,67 @@ static void test_random(const setup *how, uint64_t seed, int n_ops, bool faulty)
         fprintf(stderr, "random sessions with seed %llu failed\n", (unsigned long long)seed);
 }
 
+/* ---- at the limit ---- */
+
+/* The least memory, and of the cold file the most, that sessions of these lengths may need: as plan counts. */
+static uint64_t least_blocks(const world *w, const uint64_t *lengths, uint32_t n, uint64_t *cold)
+{
+    const uint64_t per_block = hsri_kv_slots_per_block(w->opts.format, w->shape.head_dim), work = hsri_kv_working_set(&w->shape, &w->opts);
+    uint64_t own = 0, frames = 0, homes = 0;
+    for (uint32_t k = 0; k < n; k++) {
+        const hsri_kv_need need = hsri_kv_slots_for(&w->shape, &w->opts, lengths[k]);
+        own += hsri_kv_blocks_for(&w->shape, &w->opts, lengths[k]) - hsri_div_up(need.sealed, per_block);
+        frames += hsri_min(need.sealed, work);
+        homes += need.sealed > work ? need.sealed : 0;
+    }
+    *cold = hsri_max(hsri_div_up(homes, per_block), 1);
+    return own + hsri_div_up(frames, per_block);
+}
+
+static void advance(world *w, session *s, uint64_t length, draws *d)
+{
+    uint64_t reserved = hsri_cache_reserved(s->cache), n = s->committed + 1 + draw(d, 900);
+    if (reserved > s->committed)
+        n = hsri_min(n, reserved);
+    RUN(w, s, hsri_min(n, length));
+}
+
+/* Sessions that just fit, admitted at once or piece by piece and computed in any order: nobody is refused, and nothing fails. */
+static void test_limit(const setup *how, uint64_t seed)
+{
+    int failures = check_failures;
+    draws d = { .seed = seed };
+    uint64_t lengths[MAX_SESSIONS], done = 0;
+    uint32_t n = 2 + (uint32_t)draw(&d, MAX_SESSIONS - 2);
+    for (uint32_t k = 0; k < n; k++)
+        lengths[k] = draw(&d, 4) ? 500 + draw(&d, 3000) : how->clusters ? 8900 : 300;
+    world w;
+    setup limit = *how;
+    world_init(&w, &limit);
+    limit.blocks = least_blocks(&w, lengths, n, &limit.cold);
+    limit.cold *= MIB;
+    world_end(&w, HSR_OK);
+
+    world_init(&w, &limit);
+    for (uint32_t k = 0; k < n; k++) {
+        session *s = create(&w);
+        if (draw(&d, 2))
+            CHECK(hsri_cache_admit(s->cache, lengths[k], NULL) == HSR_OK);
+    }
+    while (done < n && check_failures == failures) {
+        session *s = &w.sessions[draw(&d, n)];
+        done = 0;
+        if (s->committed < lengths[s - w.sessions])
+            advance(&w, s, lengths[s - w.sessions], &d);
+        for (uint32_t k = 0; k < n; k++)
+            done += w.sessions[k].committed == lengths[k];
+    }
+    CHECK(pool_stats(&w).peak_used <= limit.blocks);
+    world_end(&w, HSR_OK);
+    if (check_failures > failures)
+        fprintf(stderr, "sessions at the limit with seed %llu failed\n", (unsigned long long)seed);
+}
+
 int main(int argc, char **argv)
 {
     int n_random = argc > 1 ? atoi(argv[1]) : 4;
@@ -912,6 +1008,7 @@ int main(int argc, char **argv)
     test_guesses();
     test_admission();
     test_room_for_others();
+    test_slow_disk();
     test_hang();
     test_stopped();
     test_faults();
@@ -923,6 +1020,10 @@ int main(int argc, char **argv)
         many.warm = (uint64_t)seed % 2 * 10;
         test_random(&many, 1000 + (uint64_t)seed, 250, false);
         test_random(&many, 2000 + (uint64_t)seed, 250, true);
+        setup limit = squeezed;
+        limit.sparse = (uint64_t)seed % 4;
+        limit.clusters = seed % 2;
+        test_limit(&limit, 3000 + (uint64_t)seed);
     }
     return CHECK_REPORT();
 }
