@@ -113,6 +113,36 @@ def test_memory_for_one_resident_session_is_enough_for_three(folder, tmp_path):
     append_all(folder / "q8.hsr", 3, 8000, session, ram=one, chunk=64, cold=str(tmp_path), cold_size="1GiB")
 
 
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("session", [{"kv": "int8"}, {"kv": "bf16", "profile": MINMAX}], ids=["int8", "minmax"])
+def test_sessions_that_fit_grow_in_any_order(folder, tmp_path, session, seed):
+    """With not a block more than planned, piece by piece, and decode together in the end."""
+    session = {**session, "window_size": 64, "rollback_tokens": 64}
+    options = {"context": 4000, "sessions": 5, "calibrated": False, "chunk": 64, "cold": str(tmp_path), **session}
+    ram = least(lambda size: hs.plan(folder / "q8.hsr", ram=size, cold_size="1GiB", **options).fits, 0, 400)
+    rng = np.random.default_rng(seed)
+    with hs.load(folder / "q8.hsr", threads=2, calibration=False, chunk=64, ram=ram * MIB, cold=tmp_path, cold_size="1GiB") as model:
+        sessions = [model.session(context=4000, **session) for _ in range(5)]
+        left = {s: 3990 - 300 for s in sessions}
+        for s in sessions:
+            s.append(IDS[:300])
+            s.prefill()
+        while left:
+            s = list(left)[rng.integers(len(left))]
+            n = min(left[s], int(rng.integers(1, 1500)))
+            s.fill(n)
+            left[s] -= n
+            if not left[s]:
+                del left[s]
+        streams = [s.generate(stream=True, max_tokens=4, ignore_eos=True) for s in sessions]
+        for stream in streams:
+            for _ in stream:
+                pass
+            assert len(stream.tokens) == 4
+        stats = model.stats()
+        assert stats.hot_blocks_total == ram and stats.cold_evictions > 0 and stats.n_sessions == 5
+
+
 def test_resident_as_long_as_memory_holds_them(folder, tmp_path):
     options = {"context": 8000, "chunk": 64, "window_size": 64, "rollback_tokens": 64, "cold": str(tmp_path), "cold_size": "1GiB"}
     one = hs.plan(folder / "q8.hsr", ram="1GiB", **options)
