@@ -10,8 +10,10 @@
 #define BATCH        32u
 /* Blocks' worth of frames that are kept free while pages are worth less than the threshold. */
 #define FREE_BLOCKS  2u
-/* Writes that may be under way: ahead of need, and when somebody waits, whose reads they are not to delay for long. */
+/* Writes that may be under way: ahead of need, of small pages more than of large ones, and begun when somebody waits. Reads that come then are
+ * not to be delayed for long. */
 #define MOST_WRITES   1024u
+#define MOST_BYTES    (4u << 20)
 #define URGENT_WRITES 256u
 /* Blocks that are chosen at a time to be emptied. */
 #define VICTIMS      64u
@@ -131,12 +133,21 @@ static void write_some(hsri_tiers *t, uint64_t most, hsri_move_priority priority
     write_in_order(t, found, n, priority);
 }
 
+static uint64_t most_writes(const hsri_tiers *t)
+{
+    uint64_t most = MOST_WRITES;
+    for (int format = 0; format < HSRI_N_KV_FORMATS; format++)
+        if (t->shelves[format].frames.n_used > 0)
+            most = hsri_min(most, hsri_max(MOST_BYTES / t->shelves[format].slot_bytes, URGENT_WRITES));
+    return most;
+}
+
 /* Above half of the pool, pages are written home ahead of need, so that leaving is only a rebind. */
 static void write_ahead(hsri_tiers *t)
 {
-    uint64_t total = hsri_pool_total(t->opts.pool), busy = total - hsri_pool_available(t->opts.pool);
-    if (t->n_dirty > 0 && 2 * busy > total && t->n_writing < MOST_WRITES && hsri_now_ns() >= t->write_after_ns)
-        write_some(t, MOST_WRITES - t->n_writing, HSRI_MOVE_BACKGROUND);
+    uint64_t total = hsri_pool_total(t->opts.pool), busy = total - hsri_pool_available(t->opts.pool), most = most_writes(t);
+    if (t->n_dirty > 0 && 2 * busy > total && t->n_writing < most && hsri_now_ns() >= t->write_after_ns)
+        write_some(t, most - t->n_writing, HSRI_MOVE_BACKGROUND);
 }
 
 /* Somebody waits for a frame: writes under way and new ones go first. */
@@ -350,7 +361,7 @@ static bool empty_block(hsri_tiers *t, hsri_shelf *shelf, means by, uint32_t blo
 static void write_blocks(hsri_tiers *t, hsri_shelf *shelf, const victim *victims, uint32_t n)
 {
     order found[MOST_WRITES];
-    size_t n_found = 0, most = MOST_WRITES - hsri_min(t->n_writing, MOST_WRITES);
+    size_t n_found = 0, most = most_writes(t) - hsri_min(t->n_writing, most_writes(t));
     for (uint32_t i = 0; i < n; i++) {
         const hsri_held_block *held = hsri_slots_held(&shelf->frames, victims[i].block);
         for (uint32_t slot = 0; held && n_found < most && (slot = next_used(held, slot)) < HSRI_MAX_SLOTS; slot++)
