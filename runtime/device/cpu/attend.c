@@ -320,14 +320,17 @@ attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *bat
 }
 
 /* Tiles of as many rows as fit a call, but no more than runs of rows have on average: single rows of many runs are items of their own.
- * `pairs` are the (row, token) pairs to attend. */
-static void run_job(hsri_cpu_device *dev, attend_job *job, uint32_t n_runs, uint64_t pairs)
+ * Where runs end with pages, tiles are to end with them, too, or calls of a few rows were left. `pairs` are the (row, token) pairs to
+ * attend. */
+static void run_job(hsri_cpu_device *dev, attend_job *job, uint32_t n_runs, bool by_pages, uint64_t pairs)
 {
     uint64_t cost = pairs * job->n_heads * job->kv->head_dim * 2 / MACS_PER_NS;
 
     if (job->n_rows == 0)
         return;
     job->tile_rows = (uint32_t)hsri_max(hsri_min(HSRI_ATTEND_MAX_QUERIES / job->heads_per_kv, job->n_rows / hsri_max(n_runs, 1)), 1);
+    while (by_pages && HSRI_PAGE_TOKENS % job->tile_rows != 0)
+        job->tile_rows--;
     job->n_tiles = (uint32_t)hsri_div_up(job->n_rows, job->tile_rows);
     hsri_cpu_run_items(dev, (uint64_t)job->n_groups * job->kv->n_kv_heads * job->n_tiles, cost, attend_run, job);
 }
@@ -338,13 +341,16 @@ static void cpu_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     attend_job       job = hsri_cpu_attend_job(dev, batch, kv, layer, n_heads, scale, queries, rotated, g0, g1, part);
     uint64_t         pairs = 0;
+    bool             encoded = false;
 
     for (uint32_t row = 0; row < job.n_rows; row++)
         for (uint32_t g = g0; g < g1; g++)
             pairs += visible_tokens(job.rows[row].pos, (uint64_t)g * HSRI_GROUP_TOKENS, HSRI_GROUP_TOKENS);
+    for (uint32_t i = 0; i < batch->n_seqs; i++)
+        encoded = encoded || !hsri_kv_is_plain(job.seqs[i].format);
     job.run_end = dense_run_end;
     job.group = dense_group;
-    run_job(dev, &job, batch->n_seqs, pairs);
+    run_job(dev, &job, batch->n_seqs, encoded, pairs);
 }
 
 static void cpu_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
@@ -362,7 +368,7 @@ static void cpu_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsri_
     job.prompt_runs = runs;
     job.run_end = page_run_end;
     job.group = fixed_group;
-    run_job(dev, &job, batch->n_seqs, pairs);
+    run_job(dev, &job, batch->n_seqs, true, pairs);
 }
 
 static void cpu_attend_list(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
@@ -375,7 +381,7 @@ static void cpu_attend_list(hsri_queue *q, const hsri_batch *batch, const hsri_k
     job.lists = hsri_cpu_lists_of(dev, kv, batch->n_rows, pick_of, lists);
     job.run_end = pick_run_end;
     job.group = list_group;
-    run_job(dev, &job, lists->n_picks, (uint64_t)batch->n_rows * (g1 - g0) * HSRI_LIST_GROUP_UNITS * HSRI_UNIT_TOKENS);
+    run_job(dev, &job, lists->n_picks, true, (uint64_t)batch->n_rows * (g1 - g0) * HSRI_LIST_GROUP_UNITS * HSRI_UNIT_TOKENS);
 }
 
 /* ---- merging ---- */

@@ -172,18 +172,18 @@ INLINE void fold_rows(const work *w, const strips *x, const step *s, uint32_t ro
 /* Where part g of four of a step's own rows begins. */
 INLINE uint32_t part_of(const tiles *t, const step *s, uint32_t g) { return s->begin + (t->rows - s->begin) * g / 4; }
 
-/* Scores of one step, weights of the one before, the output of the one before that, and what that adds up to of a fourth. A store of a tile
- * waits for its products, so there are rows between. */
-INLINE void attend_steps(const work *w, const strips *x, const tiles *t, const step *scored, const step *weighed, const step *valued,
-                         const step *folded)
+/* Before the first scores of a page. */
+INLINE void unpack_page(const work *w, const strips *x, const tiles *t, const step *s)
 {
-    if (scored->run.n > 0 && scored->tile == 0) {
-        open_page(w, x, scored->run.slot, t->n_queries, w->start[scored->page % 2]);
-        unpack_keys(w, x, &scored->run, scored->next);
-    }
-    if (valued->run.n > 0 && valued->tile == 0) {
-        unpack_values(w, x, &valued->run);
-    }
+    open_page(w, x, s->run.slot, t->n_queries, w->start[s->page % 2]);
+    unpack_keys(w, x, &s->run, s->next);
+}
+
+/* Scores of one step, weights of the one before, the output of the one before that, and what that adds up to of a fourth; `coming` will be
+ * scored next. A store of a tile waits for its products, and a load of one for what was just stored there, so there are rows between. */
+INLINE void attend_steps(const work *w, const strips *x, const tiles *t, const step *coming, const step *scored, const step *weighed,
+                         const step *valued, const step *folded)
+{
     if (folded->run.n > 0 && folded->tile == 0) {
         read_value_scales(w, x, folded->run.slot);
     }
@@ -202,6 +202,13 @@ INLINE void attend_steps(const work *w, const strips *x, const tiles *t, const s
         }
         if (values) {
             value_pair(w, x, valued, j);
+        }
+        /* the last page's codes are all under way */
+        if (g == 2 && coming->run.n > 0 && coming->tile == 0) {
+            unpack_page(w, x, t, coming);
+        }
+        if (g == 3 && weighed->run.n > 0 && weighed->tile == 0) {
+            unpack_values(w, x, &weighed->run);
         }
         if (weighed->run.n > 0) {
             weigh_rows(w, weighed, part_of(t, weighed, g), part_of(t, weighed, g + 1));
@@ -225,12 +232,14 @@ INLINE void attend_tiles(const work *w, const strips *x)
     tiles_configure(INPUT_TILES, t.rows);
     start_queries(w, x);
     step none = { 0 }, weighed = none, valued = none, folded = none, scored = step_at(w, &t, 0, 0, 0, 0);
+    unpack_page(w, x, &t, &scored);
     while (scored.run.n + weighed.run.n + valued.run.n + folded.run.n > 0) {
-        attend_steps(w, x, &t, &scored, &weighed, &valued, &folded);
+        step coming = scored.run.n > 0 ? next_step(w, &t, &scored) : none;
+        attend_steps(w, x, &t, &coming, &scored, &weighed, &valued, &folded);
         folded = valued;
         valued = weighed;
         weighed = scored;
-        scored = scored.run.n > 0 ? next_step(w, &t, &scored) : none;
+        scored = coming;
     }
     finish_queries(w, x);
     tiles_release();
