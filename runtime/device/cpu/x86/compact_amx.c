@@ -230,7 +230,6 @@ INLINE void attend_tiles(const work *w, const strips *x)
     tiles t = { .n_queries = w->a->n_queries, .n = (w->a->n_queries + TILE_ROWS - 1) / TILE_ROWS };
     t.rows = (t.n_queries + t.n - 1) / t.n;
     tiles_configure(INPUT_TILES, t.rows);
-    start_queries(w, x);
     step none = { 0 }, weighed = none, valued = none, folded = none, scored = step_at(w, &t, 0, 0, 0, 0);
     unpack_page(w, x, &t, &scored);
     while (scored.run.n + weighed.run.n + valued.run.n + folded.run.n > 0) {
@@ -241,13 +240,13 @@ INLINE void attend_tiles(const work *w, const strips *x)
         weighed = scored;
         scored = coming;
     }
-    finish_queries(w, x);
     tiles_release();
 }
 
 INLINE void attend(const hsri_units_args *a, const strips *x)
 {
     work w = work_of(a, x);
+    start_queries(&w, x);
     switch (a->n_queries) {
     case 1: attend_rows(1, &w, x); break;
     case 2: attend_rows(2, &w, x); break;
@@ -259,6 +258,7 @@ INLINE void attend(const hsri_units_args *a, const strips *x)
     case 8: attend_rows(8, &w, x); break;
     default: attend_tiles(&w, x); break;
     }
+    finish_queries(&w, x);
 }
 
 /* The common head size is compiled in. */

@@ -114,8 +114,8 @@ INLINE work work_of(const hsri_units_args *a, const strips *x)
     w.ratios = take(&at, x->n_half * 8);
     w.scale = take(&at, x->d);
     w.mean = take(&at, x->d);
-    float **of_queries[] = { &w.start[0], &w.start[1], &w.factor, &w.base, &w.about, &w.mean_step, (float **)&w.mean_base,
-                             &w.top, &w.sum };
+    w.mean_base = take(&at, n + 16);
+    float **of_queries[] = { &w.start[0], &w.start[1], &w.factor, &w.base, &w.about, &w.mean_step, &w.top, &w.sum };
     for (uint32_t i = 0; i < sizeof of_queries / sizeof *of_queries; i++) {
         *of_queries[i] = take(&at, n + 16);
     }
@@ -303,6 +303,7 @@ INLINE void quantize_plain(const work *w, const strips *x, uint32_t query)
     const float *q = w->a->queries[query], *about = w->a->calibration.mean_k;
     uint8_t *planes = w->planes + (uint64_t)query * n_means(x) * 128;
     __m512 largest = _mm512_setzero_ps(), sum = largest;
+    UNROLL
     for (uint32_t j = 0; j < x->d; j += 16) {
         __m512 v = _mm512_loadu_ps(q + j);
         largest = _mm512_range_ps(largest, v, 11);
@@ -311,6 +312,7 @@ INLINE void quantize_plain(const work *w, const strips *x, uint32_t query)
     float top = fmaxf(0x1p-100f, _mm512_reduce_max_ps(largest));
     __m512i total = _mm512_setzero_si512();
     memset(planes, 0, n_means(x) * 128);
+    UNROLL
     for (uint32_t j = 0; j < x->d; j += 16) {
         __m512i v = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(q + j), _mm512_set1_ps(127.0f * 128 / top)));
         __m512i high = _mm512_srai_epi32(_mm512_add_epi32(v, _mm512_set1_epi32(64)), 7);
@@ -325,7 +327,7 @@ INLINE void quantize_plain(const work *w, const strips *x, uint32_t query)
     w->base[query] += 0 * w->about[query];   /* a NaN shows */
 }
 
-static void start_queries(const work *w, const strips *x)
+INLINE void start_queries(const work *w, const strips *x)
 {
     find_steps(w, x);
     for (uint32_t i = 0; i < w->a->n_queries; i++) {
@@ -337,12 +339,14 @@ static void start_queries(const work *w, const strips *x)
     memset(w->outputs, 0, (size_t)w->a->n_queries * x->d * sizeof *w->outputs);
 }
 
-static void finish_queries(const work *w, const strips *x)
+INLINE void finish_queries(const work *w, const strips *x)
 {
     for (uint32_t i = 0; i < w->a->n_queries; i++) {
         w->a->partials[i][0] = (w->top[i] + w->about[i]) * 0x1.62e430p-1f;
         w->a->partials[i][1] = w->sum[i];
-        memcpy(w->a->partials[i] + 2, w->outputs + (uint64_t)i * x->d, x->d * sizeof(float));
+        for (uint32_t j = 0; j < x->d; j += 16) {
+            _mm512_storeu_ps(w->a->partials[i] + 2 + j, _mm512_load_ps(w->outputs + (uint64_t)i * x->d + j));
+        }
     }
 }
 
@@ -716,7 +720,6 @@ INLINE void attend_rows(uint32_t rows, const work *w, const strips *x)
 {
     const hsri_units_args *a = w->a;
     page_run run;
-    start_queries(w, x);
     open_page(w, x, a->slots[0], rows, w->start[0]);
     for (uint32_t i = 0, page = 0; i < a->n_units; i += run.n, page++) {
         run = run_at(a, i);
@@ -744,5 +747,4 @@ INLINE void attend_rows(uint32_t rows, const work *w, const strips *x)
             value_strips(rows, 1, w, x, &run, j ? NULL : next, j);
         }
     }
-    finish_queries(w, x);
 }
