@@ -10,7 +10,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
@@ -328,16 +328,18 @@ class Model:
                        profile=profile, index=index, sketch=sketch, **pages)
 
     def restore(self, path: str | bytes | os.PathLike[Any], *, context: int | None = None, kv: str | None = None,
-                beyond_trained: bool = False, profile: ProfileLike | None = None) -> Session:
+                beyond_trained: bool = False, profile: ProfileLike | None = None,
+                progress: Callable[[int, int], object] | None = None) -> Session:
         """A session from a file of `Session.save`: its next token is the one that the saved session would have had.
 
         context, beyond_trained   as in `session`; None is what it had
         kv                        refuse a session of another key-value format; None takes what it has
         profile                   as in `session`: profiles are not saved. None takes the model's
+        progress                  `progress(done, total)` is called in between, on this thread, with bytes
 
         FileError, FormatError (damaged, or saved with another model or calibration), ContextError, NoSpaceError, InvalidError.
         """
-        return Session._restore(self, path, context, kv, beyond_trained, self.profile if profile is None else profile)
+        return Session._restore(self, path, context, kv, beyond_trained, self.profile if profile is None else profile, progress)
 
     def profile_id(self, profile: ProfileLike) -> int:
         """The id of a profile in this model's engine, which registers it at its first use."""

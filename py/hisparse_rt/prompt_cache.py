@@ -2,6 +2,7 @@
 """A file that spares computing a prompt twice: a saved session whose tokens begin as the prompt does."""
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import ContextError, FileError, FormatError, InvalidError, StateError, UnsupportedError, from_os_error
+from .progress import bar
 from .session import Session
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("hisparse_rt")
 
+Progress: TypeAlias = Callable[[int, int], object]
 Path: TypeAlias = str | bytes | os.PathLike[Any]
 
 _MAGIC = b"HSRSAVE"
@@ -26,7 +29,7 @@ _MAGIC = b"HSRSAVE"
 
 def cached_session(
     model: Model, ids: npt.NDArray[np.int32], path: Path, options: dict[str, Any], exactly: bool = False,
-    progress: Callable[[int, int], object] | None = None,
+    progress: Progress | None = None,
 ) -> Session:
     """A session that has computed `ids`, as far as possible with what the file at `path` has. If that was not all, the file is
     written anew.
@@ -37,7 +40,7 @@ def cached_session(
     A file that is damaged or of another model, calibration or key-value format is warned of and replaced. InvalidError for one that is no
     saved session: that is left as it is; FileMissingError if its folder is not there.
     """
-    session = _restore(model, path, options, exactly) if _exists(path) else None
+    session = _restore(model, path, options, exactly, progress) if _exists(path) else None
     if session is not None:
         session = _cut(session, ids)
     if session is None:
@@ -47,7 +50,7 @@ def cached_session(
         if held < len(ids):
             session._append(np.ascontiguousarray(ids[held:]))
             session.prefill(progress)
-            _keep(session, path)
+            _keep(session, path, progress)
     except BaseException:
         session.close()
         raise
@@ -72,25 +75,32 @@ def _exists(path: Path) -> bool:
     return bool(start)
 
 
-def _restore(model: Model, path: Path, options: dict[str, Any], exactly: bool) -> Session | None:
+def _restore(model: Model, path: Path, options: dict[str, Any], exactly: bool, progress: Progress | None) -> Session | None:
     try:
-        try:
-            return model.restore(path, **options)
-        except ContextError:  # what is kept is longer than this prompt; what does not belong to it is cut off
-            if exactly or model.metadata("hisparse.rope.kind") != "static":
-                raise
-            return model.restore(path, **{**options, "context": max(model.info.context_length, options["context"])})
+        with _bar("restoring the prompt", progress) as report:
+            try:
+                return model.restore(path, **options, progress=report)
+            except ContextError:  # what is kept is longer than this prompt; what does not belong to it is cut off
+                if exactly or model.metadata("hisparse.rope.kind") != "static":
+                    raise
+                return model.restore(path, **{**options, "context": max(model.info.context_length, options["context"])}, progress=report)
     except (FormatError, ContextError, InvalidError, UnsupportedError) as error:
         log.warning("the prompt is computed again, its cache is of no use: %s", error)
         return None
 
 
-def _keep(session: Session, path: Path) -> None:
+def _keep(session: Session, path: Path, progress: Progress | None) -> None:
     """What was computed is worth more than the file: if that cannot be written, the answer comes all the same."""
     try:
-        session.save(path)
+        with _bar("keeping the prompt", progress) as report:
+            session.save(path, report)
     except FileError as error:
         log.warning("the prompt is not kept: %s", error)
+
+
+def _bar(label: str, wanted: Progress | None) -> contextlib.AbstractContextManager[Progress | None]:
+    """Of bytes: whoever follows the tokens sees where else the time goes."""
+    return contextlib.nullcontext() if wanted is None else bar(label, "B")
 
 
 def _cut(session: Session, ids: npt.NDArray[np.int32]) -> Session | None:

@@ -247,7 +247,7 @@ class Session:
 
     @classmethod
     def _restore(cls, model: Model, path: str | bytes | os.PathLike[Any], context: int | None, kv: str | None, beyond_trained: bool,
-                 profile: ProfileLike) -> Session:
+                 profile: ProfileLike, progress: Callable[[int, int], object] | None) -> Session:
         opts = ffi.new("hsr_restore_opts *")
         lib.hsr_restore_opts_init(opts, ffi.sizeof("hsr_restore_opts"))
         if kv is not None and kv not in KV_FORMATS:
@@ -263,7 +263,8 @@ class Session:
             engine = native.engine.pointer
             native.inside[0] += 1
         try:
-            with session._closed_if_interrupted():
+            with watched(progress) as callback, session._closed_if_interrupted():
+                opts.progress = callback
                 call(lib.hsr_session_restore, engine, name, opts, session._handle.box)
         finally:
             with native.engine.lock:

@@ -27,6 +27,8 @@ typedef struct reader {
     int32_t         *ids;
     uint32_t        *checks;
     uint8_t         *batch;
+    int32_t        (*progress)(void *, uint64_t, uint64_t);
+    void            *progress_user;
     hsr_error       *err;
 } reader;
 
@@ -297,19 +299,29 @@ static hsr_status take_turns(reader *r, hsri_threads *threads, const batch *next
     return HSR_OK;
 }
 
+static hsr_status tell(const reader *r, uint64_t done)
+{
+    if (r->progress && r->progress(r->progress_user, done, hsri_image_bytes(&r->image)))
+        return hsri_fail(r->err, HSR_E_CANCELLED, "stopped by the progress callback");
+    return HSR_OK;
+}
+
 static hsr_status read_parts(reader *r, hsri_threads *threads)
 {
     const uint64_t half = hsri_save_batch_bytes(&r->image);
     uint8_t *idle = r->batch;
+    uint64_t done = 0;
     batch now = { 0 };
     batch next = batch_at(r, 0, 0, r->checks, r->batch + half);
     while (now.n > 0 || next.n > 0) {
+        HSRI_TRY(tell(r, done));
         HSRI_TRY(take_turns(r, threads, &next, &now));
+        done += slots_of(r, &now) * r->image.slot_bytes[now.part];
         now = next;
         next = batch_at(r, now.part, now.row + now.n, now.checks + slots_of(r, &now), idle);
         idle = now.bytes;
     }
-    return HSR_OK;
+    return tell(r, done);
 }
 
 /* Two threads if the engine has several. */
@@ -359,7 +371,7 @@ static hsr_status restore(reader *r, const hsr_restore_opts *o)
 
 hsr_status hsri_session_restore(hsr_engine *e, const char *path, const hsr_restore_opts *opts, hsr_session **out, hsr_error *err)
 {
-    reader r = { .engine = e, .path = path, .fd = -1, .err = err };
+    reader r = { .engine = e, .path = path, .fd = -1, .progress = opts->progress, .progress_user = opts->progress_user, .err = err };
     r.batch = hsri_new_aligned(HSRI_SAVE_ALIGNMENT, 1);   /* of the header, until sizes are known */
     hsr_status st = r.batch ? restore(&r, opts) : hsri_fail(err, HSR_E_NOMEM, "no memory to restore a session");
     if (st < 0 && r.session) {

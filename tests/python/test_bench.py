@@ -115,6 +115,11 @@ def test_a_prompt_is_computed_once_and_used_again(path, tmp_path) -> None:
 
     done = run("bench", path, "--restore", saved, "--kv", "int8")
     assert done.returncode == 1 and "kv_format is int8, the session was saved with" in done.stderr
+    begun = Path(f"{saved}.begun")  # the length is in its first block: told before the rest is read
+    begun.write_bytes(saved.read_bytes()[:4096])
+    os.truncate(begun, saved.stat().st_size)
+    done = run("bench", path, "--restore", begun, "--decode-tokens", 2000)
+    assert done.returncode == 1 and "100 tokens do not fit" in done.stderr and "--beyond-trained allows it" in done.stderr, done.stderr
     saved.write_bytes(saved.read_bytes()[:-4097])
     done = run("bench", path, "--restore", saved)
     assert done.returncode == 1 and "long.hsrsave" in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr

@@ -446,6 +446,30 @@ def test_progress_and_cancelling(model, tmp_path):
     assert (tmp_path / "s").read_bytes() == (tmp_path / "t").read_bytes()
 
 
+def test_restoring_is_followed_and_ended(model, tmp_path):
+    with model.session(context=4096, kv="f32", **SMALL) as s:
+        s.append(IDS[:2000])
+        s.save(tmp_path / "s")
+    told: list[tuple[int, int]] = []
+    before = counted(model)
+    model.restore(tmp_path / "s", progress=lambda done, total: told.append((done, total))).close()
+    assert told[0][0] == 0 and told[-1][0] == told[-1][1] > 0 and told == sorted(told)
+
+    def stop(done, total):
+        if done:
+            raise ValueError("enough")
+
+    with pytest.raises(ValueError, match="enough"):
+        model.restore(tmp_path / "s", progress=stop)
+    timer = threading.Timer(0, signal.raise_signal, [signal.SIGINT])  # Ctrl-C of a caller who follows nothing
+    with pytest.raises(KeyboardInterrupt):
+        timer.start()
+        while True:
+            model.restore(tmp_path / "s").close()
+    timer.join()
+    assert counted(model) == before
+
+
 def test_states_in_which_a_session_cannot_be_saved(model, tmp_path):
     with model.session(context=1000) as s:
         s.append(IDS[:100])

@@ -340,6 +340,43 @@ static int32_t stop_at_once(void *user, uint64_t done, uint64_t total)
     return 1;
 }
 
+typedef struct watch {
+    uint64_t calls, done, total, stop_at;   /* the call that ends it; 0: none does */
+} watch;
+
+static int32_t watch_progress(void *user, uint64_t done, uint64_t total)
+{
+    watch *w = user;
+    CHECK(done >= w->done && done <= total && (w->calls == 0 || total == w->total));
+    w->done = done;
+    w->total = total;
+    return ++w->calls == w->stop_at;
+}
+
+/* Ended at each of its calls in turn: no session is left, nor what it held. */
+static void test_restore_is_watched(hsr_engine *e, const char *file)
+{
+    hsr_session *r = (hsr_session *)1;
+    hsr_engine_stats before = { .struct_size = sizeof before }, after = { .struct_size = sizeof after };
+    hsr_restore_opts o;
+    watch all = { 0 };
+    hsr_restore_opts_init(&o, sizeof o);
+    o.progress = watch_progress;
+    o.progress_user = &all;
+    CHECK(hsr_engine_get_stats(e, &before, &err) == HSR_OK);
+    CHECK(hsr_session_restore(e, file, &o, &r, &err) == HSR_OK && hsr_session_destroy(&r, &err) == HSR_OK);
+    CHECK(all.calls >= 2 && all.total > 0 && all.done == all.total);
+    for (uint64_t stop = 1; stop <= all.calls; stop++) {
+        watch w = { .stop_at = stop };
+        o.progress_user = &w;
+        r = (hsr_session *)1;
+        REFUSED(hsr_session_restore(e, file, &o, &r, &err), HSR_E_CANCELLED);
+        CHECK(r == NULL && w.calls == stop);
+        CHECK(hsr_engine_get_stats(e, &after, &err) == HSR_OK);
+        CHECK(after.n_sessions == before.n_sessions && after.hot_blocks_used == before.hot_blocks_used);
+    }
+}
+
 static void test_save_and_restore(hsr_engine *e, const char *file)
 {
     int32_t ids[300];
@@ -474,6 +511,7 @@ static void test_public(uint32_t flags)
     o.flags = flags;
     CHECK(hsr_model_open(path, &m, &err) == HSR_OK && hsr_engine_create(m, &o, &e, &err) == HSR_OK);
     test_save_and_restore(e, file);
+    test_restore_is_watched(e, file);
     test_arguments(e, file);
     test_plan_arguments(m);
     test_refused_memory(m, e, file);

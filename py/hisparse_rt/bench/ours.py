@@ -94,8 +94,9 @@ def _compute(model: Model, job: dict[str, Any], options: dict[str, Any]) -> tupl
 
 
 def _restore(model: Model, job: dict[str, Any], options: dict[str, Any]) -> tuple[list[Session], dict[str, Any]]:
-    with _Clock() as clock:
-        sessions = [model.restore(job["restore"], **options) for _ in job["prompts"]]
+    n = len(job["prompts"])
+    with _bar(job, "restoring", "B") as bar, _Clock() as clock:
+        sessions = [model.restore(job["restore"], **options, progress=_part(bar, i, n)) for i in range(n)]
     return sessions, {"prefill_seconds": None, "restore_seconds": clock.seconds}
 
 

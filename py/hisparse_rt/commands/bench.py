@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from .. import progress
 from ..bench import bounds, ceilings, job, plot, programs, report
 from ..bench.job import Options, Point
 from ..bench.programs import MeasureError, Program
@@ -146,14 +147,16 @@ def _absolute(name: str | None) -> str | None:
 def _saved_length(model: Model, args: argparse.Namespace) -> int:
     """Tokens of the session in --restore FILE, which is found damaged, or of another model, before anything is measured."""
     kv = None if args.kv == "auto" else args.kv  # a format that was asked for and is not the one of the file is refused
-    _show(f"reading {args.restore} ...")
-    with model.restore(args.restore, kv=kv, beyond_trained=True) as session:
-        n: int = session.stats().n_tokens
-    trained = model.info.context_length
-    if not args.beyond_trained and n + args.decode_tokens + 1 > trained:
-        raise ContextError(f"{args.restore} has {n} tokens; with {args.decode_tokens} more they pass the {trained} tokens the model was "
-                           "trained for; --beyond-trained allows it")
-    return n
+    trained, more = model.info.context_length, args.decode_tokens + 1
+    room = None if args.beyond_trained else max(trained - more, 1)  # is refused before the file is read
+    try:
+        with (
+            progress.bar(f"reading {args.restore}", "B") as report,
+            model.restore(args.restore, kv=kv, context=room, beyond_trained=args.beyond_trained, progress=report) as session,
+        ):
+            return session.n_tokens
+    except ContextError as error:
+        raise ContextError(f"{error}, and {more} more pass the {trained} the model was trained for; --beyond-trained allows it") from None
 
 
 def _show(text: str) -> None:

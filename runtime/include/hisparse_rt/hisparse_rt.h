@@ -657,6 +657,9 @@ typedef struct hsr_restore_opts {
     int32_t  beyond_trained; /* as in hsr_session_opts, for a context given here */
     int32_t  profile;        /* of this engine: profiles are not saved; 0: dense */
     void    *user;           /* returned in events */
+    int32_t (*progress)(void *user, uint64_t done, uint64_t total); /* NULL, or called in between, on this thread and without locks,
+                                with bytes done and bytes to do; nonzero ends the call with HSR_E_CANCELLED, and no session is left */
+    void    *progress_user;  /* its first argument */
 } hsr_restore_opts;
 
 /** Fill *opts with the defaults; pass sizeof *opts.
@@ -668,7 +671,8 @@ HSR_API void hsr_restore_opts_init(hsr_restore_opts *opts, uint32_t struct_size)
  *  afterwards.
  *  @param opts  NULL: defaults
  *  @return HSR_OK; HSR_E_IO, HSR_E_FORMAT (damaged, cut short, or saved with another model or calibration), HSR_E_VERSION,
- *          HSR_E_CONTEXT, HSR_E_NOSPACE (the memory budgets or max_sessions), HSR_E_UNSUPPORTED, HSR_E_INVALID, HSR_E_NOMEM
+ *          HSR_E_CONTEXT, HSR_E_NOSPACE (the memory budgets or max_sessions), HSR_E_UNSUPPORTED, HSR_E_INVALID, HSR_E_NOMEM,
+ *          HSR_E_CANCELLED (by the callback)
  *  @since 0.1  @threads any  @blocks on the file, and between steps  @alloc yes */
 HSR_API hsr_status hsr_session_restore(hsr_engine *engine, const char *path, const hsr_restore_opts *opts,
                                        hsr_session **session, hsr_error *err);
