@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from . import packing
 from .errors import ConvertError, shown
 from .files import RangeFile
 from .gguf_header import Header, read_header
+from .new_file import NewFile
 
 ALIGNMENT = 4096
 FORMAT_VERSION = 1
@@ -48,33 +48,19 @@ class HsrWriter:
 
     def __init__(self, path: str):
         self._path = path
-        self._folder = os.path.dirname(path) or "."
-        self._descriptor = -1
-        self._temporary: str | None = None
+        self._file = NewFile(path)
         self._offsets: dict[str, int] = {}
         self._end = 0
 
     def __enter__(self) -> HsrWriter:
-        # Named before it exists: a signal that ends the program in between must find what to remove.
-        self._temporary = os.path.join(self._folder, f".hsr-{secrets.token_hex(8)}.tmp")
         try:
-            self._descriptor = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            self._file.__enter__()
         except OSError as error:
-            self._temporary = None
             raise self._failed(error) from error
-        except BaseException:
-            self.__exit__()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        if self._temporary is not None:
-            try:
-                os.unlink(self._temporary)
-            except FileNotFoundError:
-                pass
+        self._file.__exit__()
 
     def _failed(self, error: OSError) -> ConvertError:
         return ConvertError(f"cannot write {shown(self._path)}: {error.strerror}")
@@ -89,10 +75,10 @@ class HsrWriter:
             kind = GGMLQuantizationType(packing.GGML_TYPE[tensor.dtype or "f32"])
             writer.add_tensor_info(tensor.name, tensor.stored_shape, np.dtype(np.float32), tensor.size, raw_dtype=kind)
         try:
-            writer.write_header_to_file(Path(self._temporary))
+            writer.write_header_to_file(Path(self._file.name))
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            start = packing.padded(os.fstat(self._descriptor).st_size, ALIGNMENT)
+            start = packing.padded(os.fstat(self._file.descriptor).st_size, ALIGNMENT)
         except OSError as error:
             raise self._failed(error) from error
         finally:
@@ -107,7 +93,7 @@ class HsrWriter:
         view, at = memoryview(np.ascontiguousarray(data)).cast("B"), self._offsets[name] + offset
         try:
             while view:
-                done = os.pwrite(self._descriptor, view, at)
+                done = os.pwrite(self._file.descriptor, view, at)
                 view, at = view[done:], at + done
         except OSError as error:
             raise self._failed(error) from error
@@ -115,15 +101,8 @@ class HsrWriter:
     def commit(self) -> int:
         """Make the file durable and give it its name; the number of its bytes."""
         try:
-            os.ftruncate(self._descriptor, self._end)
-            os.fsync(self._descriptor)
-            os.rename(self._temporary, self._path)
-            self._temporary = None
-            folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            os.ftruncate(self._file.descriptor, self._end)
+            self._file.commit()
         except OSError as error:
             raise self._failed(error) from error
         return self._end

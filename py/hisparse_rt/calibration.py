@@ -2,9 +2,7 @@
 """The calibration of a model: bases in which its keys are sketched and stored. Reads and writes `.hsrcal` files."""
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,17 +87,15 @@ _TENSORS = ("basis_k", "basis_q", "mean_k", "mean_v")
 
 def write_calibration(path: str | os.PathLike[str], calibration: Calibration) -> None:
     """Write the file; it gets its name only when it is whole and on the disk. FileError."""
-    target = Path(os.path.realpath(path))
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    from .tools.new_file import NewFile
+
     try:
-        _write(temporary, calibration)
-        temporary.replace(target)
-        _sync(target.parent)
+        with NewFile(os.path.realpath(path)) as file:
+            assert file.name is not None
+            _write(Path(file.name), calibration)
+            file.commit()
     except OSError as error:
         raise from_os_error(f"cannot write {os.fspath(path)}", error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def _write(path: Path, calibration: Calibration) -> None:
@@ -123,15 +119,6 @@ def _write(path: Path, calibration: Calibration) -> None:
         writer.write_tensors_to_file()
     finally:
         writer.close()
-    _sync(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------

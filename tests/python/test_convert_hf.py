@@ -4,6 +4,9 @@
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -577,6 +580,53 @@ def test_an_interrupt_leaves_the_old_file_and_no_other(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         convert(src, out / "m.hsr", "f32", progress=stop)
     assert os.listdir(out) == ["m.hsr"] and (out / "m.hsr").read_bytes() == b"old"
+
+
+STOPPED = """
+import os, signal, sys
+from hisparse_rt.tools.convert import convert
+
+signals = [int(sys.argv[3])]
+
+def stop(done, total, name):
+    if done > total / 2 and signals:
+        os.kill(os.getpid(), signals.pop())
+
+convert(sys.argv[1], sys.argv[2], "f32", progress=stop)
+"""
+
+
+def test_what_a_killed_conversion_left_goes_with_the_next_one(tmp_path):
+    """And what belongs to one that lives stays, as does everything that only looks like it."""
+    src, _ = model(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "m.hsr").write_bytes(b"old")
+    theirs = [".hisparse-1.tmp", "hisparse-0123456789abcdef.tmp", ".hisparse-0123456789abcdef.tmp.old"]
+    for name in theirs:
+        (out / name).write_bytes(b"theirs")
+    os.mkdir(out / ".hisparse-0123456789abcdef.tmp")
+    os.mkfifo(out / ".hisparse-fedcba9876543210.tmp")
+    kept = {*theirs, ".hisparse-0123456789abcdef.tmp", ".hisparse-fedcba9876543210.tmp", "m.hsr"}
+
+    def start(number):
+        return subprocess.Popen([sys.executable, "-c", STOPPED, src, out / "m.hsr", str(int(number))])
+
+    dead = start(signal.SIGKILL)
+    assert dead.wait() == -signal.SIGKILL
+    (left,) = set(os.listdir(out)) - kept
+    living = start(signal.SIGSTOP)
+    try:
+        os.waitpid(living.pid, os.WUNTRACED)
+        (held,) = set(os.listdir(out)) - kept
+        assert held != left  # it has removed the one of the dead
+        convert(src, out / "m.hsr", "f32")
+        assert set(os.listdir(out)) == kept | {held}
+        converted = (out / "m.hsr").read_bytes()
+    finally:
+        living.send_signal(signal.SIGCONT)
+    assert living.wait() == 0
+    assert set(os.listdir(out)) == kept and (out / "m.hsr").read_bytes() == converted
 
 
 def test_a_full_disk_is_an_error_that_leaves_nothing(tmp_path):

@@ -7,7 +7,6 @@ import contextlib
 import math
 import os
 import re
-import secrets
 import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..model import ISA_LEVELS, PREFETCH_SOURCES, READABLE, Model, check_budget
 from ..result import Result
 from ..session import KV_FORMATS
 from ..sizes import format_size
+from ..tools.new_file import NewFile
 
 
 def checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -214,22 +214,19 @@ def output_file(name: str, *, sources: tuple[str, ...] = (), mode: int = 0o666, 
         yield from _standard_output()
         return
     path = check_output(name, sources=sources)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         if path.exists() and not path.is_file():
             with open(path, "wb") as file:
                 yield file
             return
-        with open(temporary, "xb", opener=lambda file, flags: os.open(file, flags, mode)) as file:
-            yield file
-        temporary.replace(path)
+        with NewFile(str(path), mode) as new:
+            with open(new.descriptor, "wb", closefd=False) as file:
+                yield file
+            new.commit()
     except OSError as error:
         if isinstance(error, (HisparseError, BrokenPipeError)):
             raise
         raise from_os_error(f"cannot write {name}", error) from error
-    finally:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
 
 
 def _standard_output() -> Iterator[BinaryIO]:
