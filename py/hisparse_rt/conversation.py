@@ -2,12 +2,15 @@
 """A chat of many turns that computes each word once."""
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from .errors import StateError
+from ._library import refuse_copies
+from .chat import as_messages
+from .errors import BusyError, StateError
 from .request import Sampling, SamplingOptions
 from .session import Session
 from .stream import Stream
@@ -36,6 +39,8 @@ class Conversation:
         """The stream of the last answer, with its result."""
         self.reset()
         model.require_chat()
+        as_messages("", system)  # what cannot be is told before somebody says something
+        model.session(**session_options).close()
 
     def reset(self) -> None:
         """Forget everything but the system prompt."""
@@ -50,14 +55,19 @@ class Conversation:
     def stream(
         self, text: str, *, progress: Callable[[int, int], object] | None = None, **options: Unpack[SamplingOptions]
     ) -> Generator[str, None, None]:
-        """Say something; iterate over pieces of the answer. If it is closed early, what was said so far is the answer."""
+        """Say something; iterate over pieces of the answer. If it is closed early, or dropped, what was said so far is the answer.
+
+        BusyError while an earlier answer is unfinished.
+        """
         sampling = Sampling(**options)
+        if self._session is not None:
+            self._session._check_not_streaming()
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]
         self._follow(self.model.chat_ids(messages))
         assert self._session is not None
         running = Stream(self._session, sampling, self.model._detokenizer(), owns_session=False, report=progress)
         self.last = running
-        return self._relay(running, messages)
+        return _Answer(self, running, messages)
 
     @property
     def session(self) -> Session:
@@ -72,13 +82,7 @@ class Conversation:
             self._session.close()
             self._session = None
 
-    def _relay(self, running: Stream, messages: list[Message]) -> Generator[str, None, None]:
-        try:
-            yield from running
-        finally:
-            running.close()
-            if running.tokens:
-                self.messages = [*messages, {"role": "assistant", "content": running.text}]
+    __reduce_ex__ = refuse_copies("conversation", "keep its messages instead")
 
     def _follow(self, ids: Any) -> None:
         """Make the session hold exactly `ids`."""
@@ -93,3 +97,38 @@ class Conversation:
             self._session, same = self.model.session(**self._options), 0
         if same < len(ids):
             self._session._append(np.ascontiguousarray(ids[same:]))
+
+
+class _Answer(Generator[str, None, None]):
+    """Pieces of an answer. Its end, by whatever way, is that of the request, and adds what was said to the conversation: a generator
+    that was never started would do neither."""
+
+    def __init__(self, conversation: Conversation, running: Stream, messages: list[Message]) -> None:
+        self._running = running
+        self._finalizer = weakref.finalize(self, _settle, conversation, running, messages)
+        self._finalizer.atexit = False  # the request ends by itself
+
+    def __next__(self) -> str:
+        try:
+            return next(self._running)
+        except BusyError:  # another thread is reading
+            raise
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, value: None) -> str:
+        return next(self)
+
+    def throw(self, kind: Any, value: Any = None, traceback: Any = None) -> str:
+        self.close()
+        return self._running.throw(kind, value, traceback)
+
+    def close(self) -> None:
+        self._finalizer()
+
+
+def _settle(conversation: Conversation, running: Stream, messages: list[Message]) -> None:
+    running.close()
+    if running.tokens and conversation.last is running:  # and not forgotten since
+        conversation.messages = [*messages, {"role": "assistant", "content": running.text}]

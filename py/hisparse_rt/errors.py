@@ -7,6 +7,8 @@ All of them are `HisparseError`. Where a failure has a natural Python kind it is
 from __future__ import annotations
 
 import errno
+import functools
+from typing import Any
 
 
 class HisparseError(Exception):
@@ -53,6 +55,9 @@ class FileError(HisparseError, OSError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+    def __reduce__(self) -> Any:  # OSError's own loses errno
+        return functools.partial(type(self), sys_code=self.sys_code), self.args, self.__dict__
 
 
 class FileMissingError(FileError, FileNotFoundError):

@@ -897,6 +897,54 @@ def test_a_conversation_computes_each_word_once(model) -> None:
         plain.append([5])
 
 
+@pytest.mark.parametrize("started", [False, True])
+@pytest.mark.parametrize("end", ["drop", "close", "throw", "raise"])
+def test_an_answer_that_is_not_read_to_its_end(model, started, end) -> None:
+    """A generator that was never started runs no code of its own at its end."""
+    chat = model.conversation()
+    answer = chat.stream("y", max_tokens=100)
+    said = [{"role": "user", "content": "y"}, {"role": "assistant", "content": next(answer)}] if started else []
+    with pytest.raises(hs.BusyError, match="unfinished"):
+        chat.send("z")
+    if end == "close":
+        answer.close()
+        assert list(answer) == []
+    elif end == "throw":
+        with pytest.raises(KeyError, match="mine"):
+            answer.throw(KeyError("mine"))
+    elif end == "raise":
+        with pytest.raises(KeyError):
+            for _ in answer:
+                raise KeyError
+        assert answer.close() is None
+    del answer
+    if end == "raise":  # a piece was read before
+        assert [message["role"] for message in chat.messages] == ["user", "assistant"]
+        said = chat.messages
+    assert chat.messages == said and model.stats().n_queued == 0
+    assert chat.send("z", max_tokens=4) == model.chat([*said, {"role": "user", "content": "z"}], max_tokens=4)
+
+
+def test_an_answer_of_a_conversation_that_was_reset_is_forgotten(model) -> None:
+    chat = model.conversation()
+    answer = chat.stream("y", max_tokens=100)
+    next(answer)
+    chat.reset()
+    answer.close()
+    assert chat.messages == []
+    with pytest.raises(hs.StateError, match="nothing was said"):
+        _ = chat.session
+
+
+def test_what_a_conversation_cannot_have_is_told_at_once(model) -> None:
+    before = model.stats().n_sessions
+    for error, options in ((TypeError, {"system": 5}), (TypeError, {"nonsense": 1}), (hs.InvalidError, {"context": 0}),
+                           (hs.InvalidError, {"kv": "f16"})):
+        with pytest.raises(error):
+            model.conversation(**options)
+    assert model.stats().n_sessions == before
+
+
 def test_no_template_and_no_tokenizer(tmp_path, cache) -> None:
     folder = tiny.write_hf(tmp_path / "plain")
     with hs.load(folder, dtype="f32", cache_dir=cache, threads=1, ram="8MiB") as model:
@@ -929,7 +977,7 @@ def test_handles_are_not_copied(model) -> None:
     session = model.session()
     session.append("x")
     stream = session.generate(stream=True)
-    for handle in (model, session, stream, model.agenerate("x")):
+    for handle in (model, session, stream, model.agenerate("x"), model.conversation()):
         for operation in (pickle.dumps, copy.copy, copy.deepcopy):
             with pytest.raises(TypeError, match="cannot be copied or pickled"):
                 operation(handle)
@@ -1098,7 +1146,7 @@ def test_errors_are_what_they_seem() -> None:
     assert from_status(-999, "").status == -999 and "-999" in str(from_status(-999, ""))
     assert "NaN" in str(from_status(-11, ""))
     copied = pickle.loads(pickle.dumps(missing))
-    assert type(copied) is type(missing) and copied.status == -4 and copied.sys_code == 2
+    assert type(copied) is type(missing) and copied.status == -4 and copied.sys_code == copied.errno == 2 and str(copied) == str(missing)
 
 
 def test_every_name_of_the_header_is_declared() -> None:

@@ -32,9 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     common.lenient_input()
     with common.open_model(args) as model:
-        options = {"context": args.context, "beyond_trained": args.beyond_trained}
-        chat = model.conversation(system=args.system, **options)
-        model.session(**options).close()  # what cannot be is told before somebody types
+        chat = model.conversation(system=args.system, context=args.context, beyond_trained=args.beyond_trained)
         common.say("/help shows the commands")
         while True:
             line = _read_line()
