@@ -345,7 +345,7 @@ class Model:
         """The id of a profile in this model's engine, which registers it at its first use."""
         from .profile import as_profile
 
-        if isinstance(profile, int):
+        if isinstance(profile, int) and not isinstance(profile, bool):
             return profile
         chosen = as_profile(profile)
         with self._lock:

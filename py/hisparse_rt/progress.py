@@ -17,7 +17,7 @@ def bar(label: str, unit: str, file: TextIO | None = None) -> Iterator[Callable[
         return
     from tqdm import tqdm  # loaded only when something will be drawn
 
-    with tqdm(desc=label, unit=unit, leave=False, delay=0.5, file=file) as display:
+    with tqdm(desc=label, unit=unit, unit_scale=unit == "B", leave=False, delay=0.5, file=file) as display:
 
         def report(done: int, total: int) -> None:
             display.total = total

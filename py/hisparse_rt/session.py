@@ -310,6 +310,8 @@ class Session:
         them, at most `slices` slices for each key-value head."""
         info = self.model.info
         layers = range(info.n_layers) if layers is None else layers
+        if not isinstance(layers, range) or layers.step != 1:
+            raise TypeError(f"layers must be a range of step 1, not {layers!r}")
         n, first, slices = (integer(name, value, 0, _INT32_MAX) for name, value in (("n", n), ("first", first), ("slices", slices)))
         shape, kv_shape = (len(layers), n), (len(layers), n, info.n_kv_heads)
         captured = Captured(np.full((*shape, info.n_heads, info.head_dim), np.nan, np.float32), np.full(kv_shape, -1, np.int32),

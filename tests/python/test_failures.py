@@ -310,6 +310,9 @@ def test_numbers_about_pages_and_disks_are_named(model, path) -> None:
                         {"n": 4, "slices": -1}):
             with pytest.raises(ValueError, match=list(options)[-1]), session.capture(**options):
                 pass
+        for layers in (range(0, 2, 2), range(1, -1, -1), [0, 1], 1):  # a step would be written past the end of what is recorded
+            with pytest.raises(TypeError, match="range of step 1"), session.capture(4, layers=layers):
+                pass
 
 
 # ---- the places output goes to ----------------------------------------------------------------------------------
