@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
+import stat
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +17,15 @@ from .errors import ConvertError, shown
 _HASH_CHUNK = 4 << 20
 
 
+def _open(path: str) -> io.FileIO:
+    """A regular file: a pipe would wait for a writer, a device may have no end."""
+    file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ConvertError(f"{shown(path)} is not a regular file")
+    return file
+
+
 class RangeFile:
     """A regular file that can be read at any offset."""
 
@@ -22,7 +33,7 @@ class RangeFile:
         self.path = path
         self.shown = shown(path)
         try:
-            self._file = open(path, "rb", buffering=0)
+            self._file = _open(path)
             self.size = os.fstat(self._file.fileno()).st_size
         except OSError as error:
             raise ConvertError(f"cannot open {self.shown}: {error.strerror}") from error
@@ -65,8 +76,8 @@ def fingerprint(files: list[RangeFile]) -> str:
 
 def read_text(path: str) -> str:
     try:
-        with open(path, "rb") as file:
-            return file.read().decode("utf-8")
+        with _open(path) as file:
+            return file.readall().decode("utf-8")
     except OSError as error:
         raise ConvertError(f"cannot read {shown(path)}: {error.strerror}") from error
     except UnicodeDecodeError as error:

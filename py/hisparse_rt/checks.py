@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arguments that must be numbers, or names of files."""
+"""Arguments that must be numbers, or names of files, and what is in these."""
 from __future__ import annotations
 
 import operator
 import os
+import stat
 from typing import Any
 
 import numpy as np
@@ -50,3 +51,20 @@ def file_name(path: Any) -> bytes:
     if not name or b"\0" in name:
         raise InvalidError("the path has a NUL character in it" if name else "the path is empty")
     return name
+
+
+def content(name: str | os.PathLike[str]) -> bytes:
+    """All bytes of a file or pipe. InvalidError for a device: such as /dev/zero have no end. OSError."""
+    with open(name, "rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if (stat.S_ISCHR(mode) or stat.S_ISBLK(mode)) and not file.isatty():
+            raise InvalidError(f"{os.fspath(name)} is a device, not a file")
+        return file.read()
+
+
+def text_content(name: str | os.PathLike[str]) -> str:
+    """`content` as text, which must be UTF-8."""
+    try:
+        return content(name).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidError(f"{os.fspath(name)} is not UTF-8 text: {error.reason} at byte {error.start}") from None

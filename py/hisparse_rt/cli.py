@@ -38,6 +38,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (HisparseError, ConvertError, OSError) as error:
         _say_error(error)
         return 1
+    except MemoryError as error:  # of Python's own, or NumPy's
+        common.say(f"hisparse-rt: out of memory{': ' if str(error) else ''}{error}")
+        return 1
     finally:
         _settle_output()
 

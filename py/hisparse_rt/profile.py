@@ -6,11 +6,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from ._library import lib
-from .checks import integer, real
+from .checks import content, integer, real
 from .errors import InvalidError, from_os_error
 
 SELECTORS = {
@@ -154,9 +153,11 @@ def read_profile(path: str | os.PathLike[str]) -> Profile:
     if "\0" in name or not os.path.exists(name) and os.sep not in name and not name.endswith(".json"):
         raise InvalidError(f"there is no profile {name!r}: known presets are {', '.join(PRESETS)}, everything else is a JSON file")
     try:
-        data = json.loads(Path(name).read_text("utf-8"), object_pairs_hook=_unique)
+        held = content(name)
     except OSError as error:
         raise from_os_error(f"cannot read the profile {name}", error) from error
+    try:
+        data = json.loads(held.decode("utf-8"), object_pairs_hook=_unique)
     except InvalidError as error:
         raise InvalidError(f"{name}: {error}") from None
     except (ValueError, RecursionError) as error:

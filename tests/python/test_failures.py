@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from unittest import mock
 
 import hisparse_rt as hs
 import numpy as np
@@ -420,6 +421,27 @@ def test_ids_that_are_no_list_of_ids(refuses, path, tmp_path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["ids.json", "text"]
 
 
+@pytest.mark.parametrize("arguments", [
+    ("calibrate", "--text"), ("eval", "ppl", "--text"), ("eval", "needle", "--text"), ("eval", "recall", "--text"),
+    ("bench", "--depths", "4", "--text"), ("logits", "--out", "out", "--ids"), ("generate", "-p", "x", "--profile"),
+], ids=lambda arguments: "-".join(arguments[:2]))
+def test_inputs_without_end(refuses, path, tmp_path, arguments, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    *before, option = arguments
+    refuses(*before, path, option, "/dev/zero", text="/dev/zero is a device, not a file")
+    assert os.listdir(tmp_path) == []
+
+
+def test_memory_that_python_does_not_get(path, monkeypatch, capsys) -> None:
+    from hisparse_rt import cli
+    from hisparse_rt.commands import common
+
+    for error, text in ((MemoryError(), "out of memory"), (MemoryError("Unable to allocate 4 TiB"), "out of memory: Unable to allocate 4 TiB")):
+        monkeypatch.setattr(common, "open_model", mock.Mock(side_effect=error))
+        assert cli.main(["generate", os.fspath(path), "-p", "x"]) == 1
+        assert capsys.readouterr() == ("", f"hisparse-rt: {text}\n")
+
+
 # ---- conversion -------------------------------------------------------------------------------------------------
 
 
@@ -522,6 +544,17 @@ def test_files_of_a_broken_download(refuses, tmp_path, name, content, text) -> N
     tiny.write_hf(tmp_path / "hf")
     (tmp_path / "hf" / name).write_bytes(content)
     refuses("convert", tmp_path / "hf", tmp_path / "x.hsr", text=text)
+    assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("what", ["pipe", "/dev/zero"])
+def test_parts_of_a_folder_that_are_no_files(refuses, tmp_path, name, what) -> None:
+    """One would wait for a writer, the other has no end."""
+    tiny.write_hf(tmp_path / "hf")
+    (tmp_path / "hf" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "hf" / name) if what == "pipe" else os.symlink(what, tmp_path / "hf" / name)
+    refuses("convert", tmp_path / "hf", tmp_path / "x.hsr", text=f"{name} is not a regular file")
     assert os.listdir(tmp_path) == ["hf"]
 
 

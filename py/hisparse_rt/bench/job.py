@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..checks import text_content
 from ..errors import HisparseError, InvalidError
 from ..model import Model
 
@@ -62,10 +63,7 @@ def make(model: str, ids: npt.NDArray[np.int32], point: Point, options: Options)
 
 def prompt(model: Model, n: int, name: str | None) -> npt.NDArray[np.int32]:
     """n ids of real text: speed must not profit from a prompt no model would see."""
-    try:
-        text = Path(name).read_text("utf-8") if name is not None else _library_text(n)
-    except UnicodeDecodeError as error:
-        raise InvalidError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    text = text_content(name) if name is not None else _library_text(n)
     try:
         ids = model.encode(text)
     except HisparseError as error:

@@ -6,12 +6,11 @@ import argparse
 import json
 import os
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import progress
 from ..calibration import SUFFIX, Calibration, beside, write_calibration
-from ..errors import InvalidError
+from ..checks import text_content
 from ..load import load
 from . import common
 
@@ -36,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from ..tools.calibrate import calibrate, default_ids
 
-    text = read_text(args.text)
+    text = None if args.text is None else text_content(args.text)
     with load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, calibration=False) as model:
         target = args.out or beside(os.fsdecode(model.file))
         common.check_output(target, sources=(os.fsdecode(model.file), *([args.text] if args.text else ())))
@@ -52,13 +51,6 @@ def run(args: argparse.Namespace) -> int:
         common.write(_table(calibration, facts))
         common.say(f"{target}: calibrated on {len(ids)} tokens in {seconds:.0f} s")
     return 0
-
-
-def read_text(name: str | None) -> str | None:
-    try:
-        return None if name is None else Path(name).read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise InvalidError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start}") from None
 
 
 def _report(target: str, calibration: Calibration, facts: list[LayerFacts], tokens: int, seconds: float) -> dict[str, Any]:

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import progress
 from ..calibration import beside, read_calibration
+from ..checks import text_content
 from ..errors import InvalidError
 from ..model import Model
 from ..profile import PRESETS, SELECTORS, Profile, as_profile
 from . import common
-from .calibrate import read_text
 
 if TYPE_CHECKING:
     from ..calibration import Calibration
@@ -154,7 +154,7 @@ def _library(characters: int) -> str:
 
 
 def _texts(args: argparse.Namespace, tokens: int) -> dict[str, str]:
-    return {name: read_text(name) or "" for name in args.text} or {"standard library": _library(8 * tokens)}
+    return {name: text_content(name) for name in args.text} or {"standard library": _library(8 * tokens)}
 
 
 def _print(args: argparse.Namespace, result: dict[str, Any], table: Callable[[dict[str, Any]], str]) -> int:
@@ -247,7 +247,7 @@ def _curve_table(result: dict[str, Any]) -> str:
 def _needle(args: argparse.Namespace) -> int:
     from ..eval.needle import ROOM, retrieve
 
-    text = read_text(args.text) or _library(8 * max(args.lengths or [_USUAL]))
+    text = _library(8 * max(args.lengths or [_USUAL])) if args.text is None else text_content(args.text)
     with _open(args) as model, progress.bar("evaluating", "prompt") as report:
         lengths = args.lengths or [_usual(args, model, ROOM)]
         result = retrieve(model, text, _profiles(args), lengths=lengths, depths=args.depths, kinds=args.kinds, seed=args.seed,
@@ -276,7 +276,7 @@ def _recall(args: argparse.Namespace) -> int:
     from ..eval.recall import recall
     from ..tools.calibrate import attention_scale
 
-    text = read_text(args.text) or _library(8 * (args.context or _USUAL))
+    text = _library(8 * (args.context or _USUAL)) if args.text is None else text_content(args.text)
     with _open(args) as model, progress.bar("evaluating", "layer") as report:
         context = args.context or _usual(args, model, 0)
         calibration = _calibration(args, model)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import progress
+from ..checks import content
 from ..errors import ContextError, InvalidError, TokenError
 from ..ids import as_ids
 from . import common
@@ -49,8 +49,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read_ids(name: str) -> npt.NDArray[np.int32]:
+    held = content(name)
     try:
-        data: Any = json.loads(Path(name).read_bytes())
+        data: Any = json.loads(held)
     except (ValueError, RecursionError) as error:
         raise InvalidError(f"{name} is not JSON: {error}") from None
     if not isinstance(data, list):
