@@ -42,6 +42,10 @@ def _merge(config: dict, warnings: list[str]) -> dict:
         warnings.append("config.json has both rope_scaling and rope_parameters; rope_scaling is used")
     params = dict(old or new)
     params["rope_type"] = _rope_type(params)
+    if params["rope_type"] == "default" and params.get("factor") not in (None, 1):  # of a scaling that is then not done
+        if not _named_types(old or new):
+            raise ConvertError(f"config.json: the rope settings have a factor, {params['factor']!r}, and no rope_type")
+        warnings.append(f"config.json: rope type 'default' has no use for the factor {params['factor']!r}")
     for key, default in (("rope_theta", 10000.0), ("partial_rotary_factor", None)):
         outer = config.get(key)
         if params.get(key) is None:
@@ -65,8 +69,12 @@ def _rope_dict(config: dict, key: str) -> dict:
     return value
 
 
+def _named_types(params: dict) -> dict:
+    return {key: params[key] for key in ("rope_type", "type") if params.get(key) is not None}
+
+
 def _rope_type(params: dict) -> str:
-    named = {key: params[key] for key in ("rope_type", "type") if params.get(key) is not None}
+    named = _named_types(params)
     for key, value in named.items():
         if not isinstance(value, str):
             raise ConvertError(f"config.json: rope {key} {value!r} is not a string")

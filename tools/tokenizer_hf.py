@@ -37,7 +37,7 @@ def read(folder: str, config: dict, files: list[RangeFile], warnings: list[str])
 
 def _optional(folder: str, name: str, files: list[RangeFile]) -> str | None:
     path = os.path.join(folder, name)
-    if not os.path.exists(path):
+    if not os.path.lexists(path):  # a link that leads nowhere is a download that is not complete
         return None
     files.append(RangeFile(path))
     return path
@@ -117,10 +117,12 @@ def _chat_template(folder: str, settings: dict, files: list[RangeFile], warnings
         return read_text(path)
     value = settings.get("chat_template")
     if isinstance(value, list):
-        named = {item.get("name"): item.get("template") for item in value if isinstance(item, dict)}
+        given = [item for item in value if isinstance(item, dict)]
+        named = {item["name"]: item.get("template") for item in given if isinstance(item.get("name"), str)}
         value = named.get("default")
-        if value is None and named:
-            warnings.append(f"none of the chat templates ({listed(map(str, named))}) is called 'default'; none is used")
+        if value is None and given:
+            names = f" ({listed(named)})" if named else ""
+            warnings.append(f"none of the chat templates{names} is called 'default'; none is used")
     if value is not None and not isinstance(value, str):
         raise ConvertError(f"{shown(folder)}: chat_template in tokenizer_config.json is not a string")
     return value or None

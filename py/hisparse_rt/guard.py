@@ -121,7 +121,10 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
         code = ord(text[error.start])  # what Python makes of a byte that is no text is told as that byte
         culprit = f"the byte 0x{code - 0xDC00:02X}" if 0xDC80 <= code < 0xDD00 else f"half a character, U+{code:04X}"
         raise TokenizerError(f"the text is not valid Unicode: it holds {culprit}") from error
-    return tokenizer.encode(text, add_special_tokens=False).ids
+    try:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+    except Exception as error:  # the library raises plain Exception, for a text its vocabulary cannot spell
+        raise TokenizerError(f"the model's tokenizer refuses the text: {error}") from error
 
 
 def _renamed_tokenizer(tokenizer_json: str, names: dict[str, str]) -> Tokenizer:

@@ -104,8 +104,11 @@ class TextCodec:
         return frozenset(token for token in ids if token is not None)
 
     def _find_prefix(self) -> list[int]:
-        plain = self.tokenizer.encode("a", add_special_tokens=False).ids
-        full = self.tokenizer.encode("a", add_special_tokens=True).ids
+        try:
+            plain = self.tokenizer.encode("a", add_special_tokens=False).ids
+            full = self.tokenizer.encode("a", add_special_tokens=True).ids
+        except Exception:  # what the library raises for letters that its vocabulary cannot spell
+            plain, full = [], self.tokenizer.encode("", add_special_tokens=True).ids
         for start in range(len(full) - len(plain) + 1):
             if plain and full[start:start + len(plain)] == plain:
                 return full[:start]

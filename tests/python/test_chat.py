@@ -284,6 +284,16 @@ def test_a_token_without_a_row_is_refused() -> None:
         mine.encode("<far>")
 
 
+@pytest.mark.parametrize("model", [models.WordLevel({"b": 0, "c": 1}, unk_token="?"), models.Unigram([("b", -1.0), ("c", -2.0)])])
+def test_text_that_the_vocabulary_cannot_spell(model) -> None:
+    tokenizer = Tokenizer(model)
+    tokenizer.post_processor = processors.TemplateProcessing(single="b $A", special_tokens=[("b", 0)])
+    mine = codec(tokenizer.to_str())
+    assert mine.encode("c").size
+    with pytest.raises(TokenizerError, match="refuses the text"):
+        mine.encode("a")
+
+
 def test_text_that_is_no_unicode_is_refused() -> None:
     with pytest.raises(TokenizerError):
         CODEC.encode("a\ud800")

@@ -90,6 +90,13 @@ def test_null_settings_are_plain_rope(tmp_path):
     assert np.allclose(back.vector("rope.inv_freq"), 10000.0 ** (-np.arange(0, 16, 2) / 16), rtol=1e-7)
 
 
+def test_a_factor_without_use_is_told(tmp_path):
+    _, back, report = converted(tmp_path, tiny.config(rope_scaling={"rope_type": "default", "factor": 4.0}))
+    assert np.allclose(back.vector("rope.inv_freq"), 10000.0 ** (-np.arange(0, 16, 2) / 16), rtol=1e-7)
+    assert "no use for the factor 4.0" in report.warnings[0]
+    assert converted(tmp_path, tiny.config(rope_scaling={"rope_type": "default", "factor": 1.0}))[2].warnings == report.warnings[1:]
+
+
 @pytest.mark.parametrize("factor", [4, 4.0, "4", "4.0"])
 def test_factor_as_number_or_string(tmp_path, factor):
     _, back, _ = converted(tmp_path, tiny.config(rope_scaling={"type": "linear", "factor": factor}))
@@ -138,6 +145,8 @@ def test_partial_rotation(tmp_path, place):
         ({"rope_scaling": {"rope_type": "proportional"}}, "rope type 'proportional'"),
         ({"rope_scaling": {"rope_type": 3}}, "rope_type 3"),
         ({"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
+        ({"rope_scaling": {"factor": 4.0}}, "a factor, 4.0, and no rope_type"),
+        ({"rope_parameters": {"type": None, "rope_type": None, "factor": 2}}, "a factor, 2, and no rope_type"),
         ({"rope_scaling": {"type": "linear", "factor": "four"}}, "'factor' is 'four'"),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "'factor' is -1"),
         ({"rope_scaling": {"type": "linear", "factor": True}}, "'factor' is True"),

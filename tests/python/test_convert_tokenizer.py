@@ -138,6 +138,7 @@ def test_end_id_outside_the_vocabulary_is_dropped_with_a_warning(tmp_path):
         (None, None, None),
         ([{"name": "tool", "template": "T"}, {"name": "default", "template": "D"}], None, "D"),
         ([{"name": "tool", "template": "T"}], None, None),
+        ([{"name": ["tool"], "template": "T"}, {"template": "U"}], None, None),
     ],
 )
 def test_chat_template_is_found_where_it_lives(tmp_path, in_config, in_file, expected):
@@ -145,6 +146,16 @@ def test_chat_template_is_found_where_it_lives(tmp_path, in_config, in_file, exp
     settings = {} if in_config is None else {"chat_template": in_config}
     back, _ = converted(tiny.write_hf(tmp_path / "hf", tokenizer_config=settings, chat_template=in_file), tmp_path)
     assert back.metadata.get("tokenizer.chat_template") == expected
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json",
+                                  "chat_template.jinja"])
+def test_a_link_that_leads_nowhere_is_no_missing_file(tmp_path, name):
+    """A download into a cache of links that broke: without its end ids or template the model would run all the same."""
+    src = tiny.write_hf(tmp_path / "hf")
+    (src / name).unlink(missing_ok=True)
+    (src / name).symlink_to("../blobs/0")
+    refused(src, tmp_path, f"cannot open .*{name}: No such file")
 
 
 def test_special_tokens_and_sampling_defaults(tmp_path):
