@@ -2,6 +2,7 @@
 """A running request, read as pieces of text."""
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Generator
@@ -38,6 +39,7 @@ class Stream(Generator[str, None, None]):
         self._event = new_struct("hsr_event")
         self._pieces: list[str] = []
         self._logprobs: list[TokenLogprob] = []
+        self._reading = threading.Lock()
         self._started = self._first = self._last = 0.0
         self.tokens: list[int] = []
         self.seed = sampling.draw_seed()
@@ -66,7 +68,8 @@ class Stream(Generator[str, None, None]):
         if not self._finalizer.alive:
             return ""
         try:
-            return self._keep(self._take_event())
+            with self._one_reader():
+                return self._keep(self._take_event())
         except BusyError:  # another thread is reading; this stream is its
             raise
         except BaseException:
@@ -127,6 +130,12 @@ class Stream(Generator[str, None, None]):
 
     # ---- inside
 
+    def _one_reader(self) -> threading.Lock:
+        # Who comes between the question and the lock waits, and finds the event of the other taken.
+        if self._reading.locked():
+            raise BusyError("another thread is reading this stream")
+        return self._reading
+
     def _keep(self, piece: str) -> str:
         if piece:
             self._pieces.append(piece)
@@ -138,6 +147,8 @@ class Stream(Generator[str, None, None]):
             self._session._compute_prompt(self._report)
         event = self._event
         err = new_struct("hsr_error")
+        if not self._finalizer.alive:  # another thread read the last event in this moment
+            return ""
         if self._session._next(event, err) == lib.HSR_AGAIN:
             raise StateError("the request of this stream was ended by someone else")
         if event.kind == lib.HSR_EVENT_TOKEN:

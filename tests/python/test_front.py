@@ -721,6 +721,31 @@ def test_a_second_thread_on_one_stream_does_not_end_it(model) -> None:
     assert len(seen) == 1 and stream.finish_reason == "length" and len(stream.tokens) == 3
 
 
+def test_threads_that_share_a_stream_take_turns(model) -> None:
+    """Each event goes to one of them, and the last one ends it for all."""
+    stream = hs.generate(model, [5] * 600, stream=True, max_tokens=400)
+    failures: list[BaseException] = []
+    pieces: list[str] = []
+
+    def read() -> None:
+        while stream.finish_reason is None:
+            try:
+                pieces.append(next(stream, ""))
+            except hs.BusyError:
+                time.sleep(0)
+            except BaseException as error:
+                failures.append(error)
+                return
+
+    threads = [threading.Thread(target=read) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == [] and len(stream.tokens) == 400 and stream.finish_reason == "length"
+    assert sorted(pieces) == sorted(stream._pieces + [""] * pieces.count(""))
+
+
 # ---- threads ----------------------------------------------------------------------------------------------------
 
 
