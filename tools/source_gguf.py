@@ -131,8 +131,8 @@ class _Metadata:
         return head_dim
 
     def refuse_window(self, context: int) -> None:
-        window = self.get("attention.sliding_window")
-        if window and window < context:
+        window = self.whole("attention.sliding_window") if self.get("attention.sliding_window") else context  # 0: none
+        if window < context:
             raise ConvertError(f"{self.where}: {self.arch} with an active sliding_window of {window} is not supported")
 
     def refuse_unknown_settings(self) -> None:

@@ -114,7 +114,7 @@ class _Keys:
     def token_id(self, name: str, vocabulary: _Vocabulary) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
         value = self.values.get(key)
-        if value in (None, 0xFFFFFFFF, -1):  # all ones: none
+        if value is None or type(value) is int and value in (0xFFFFFFFF, -1):  # all ones: none
             return None
         if type(value) is not int or not 0 <= value < len(vocabulary.tokens):
             raise ConvertError(f"{self.where}: key {key!r} is {value!r}, not one of the {len(vocabulary.tokens)} tokens")

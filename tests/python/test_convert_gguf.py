@@ -237,6 +237,7 @@ def test_head_sizes(tmp_path):
     "keys, text",
     [
         ({"{arch}.attention.sliding_window": 64}, "sliding_window of 64"),
+        ({"{arch}.attention.sliding_window": "64"}, "sliding_window' is '64', not a count"),
         ({"{arch}.expert_count": 8}, "'llama.expert_count' is 8"),
         ({"{arch}.rope.scaling.type": "longrope"}, "'longrope' is not supported"),
         ({"{arch}.block_count": None}, "'llama.block_count' is missing"),

@@ -295,6 +295,7 @@ def test_user_defined_tokens_are_text_and_control_tokens_are_not(tmp_path):
         ({"tokenizer.ggml.token_type": ("INT32", [1])}, "token_type' has 1 values for 320 tokens"),
         ({"tokenizer.ggml.model": "bert"}, "'bert'"),
         ({"tokenizer.ggml.eos_token_id": 320}, "eos_token_id' is 320"),
+        ({"tokenizer.ggml.eos_token_id": ("INT32", [1, 2])}, r"eos_token_id' is array\(\[1, 2\].*, not one of the 320"),
         ({"tokenizer.ggml.tokens": ["a"] * 320}, "holds tokens twice: 'a'"),
         ({"tokenizer.ggml.add_bos_token": 1}, "add_bos_token' is not a truth value"),
         ({"tokenizer.ggml.tokens": ("UINT32", [1] * 320)}, "not an array of strings"),
