@@ -501,7 +501,8 @@ class Model:
         self._check_open()
         source = self.metadata("tokenizer.chat_template")
         if source is None:
-            raise TemplateError("the model has no chat template: use generate with a prompt in the form the model was trained on")
+            raise TemplateError("the model has no chat template: use generate with a prompt in the form the model was trained on (--raw "
+                                "on the command line)")
         return ChatTemplate(source, self._json_object("hisparse.special_tokens"))
 
     def _json_object(self, key: str) -> dict[str, Any]:
