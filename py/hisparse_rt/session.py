@@ -296,10 +296,10 @@ class Session:
     def fill(self, n: int, seed: int = 0, progress: Callable[[int, int], object] | None = None) -> None:
         """Append n positions whose keys and values are sampled from those computed so far: for measuring long contexts. What the
         model says afterwards means nothing. `progress(done, n)` is called now and then."""
-        count, done = integer("n", n, 1, _INT32_MAX), 0
+        count, done, seed = integer("n", n, 1, _INT32_MAX), 0, integer("seed", seed, 0, (1 << 64) - 1)
         while done < count:
             part = min(count - done, 32768)  # each part begins with reading what it samples from
-            self._call(lib.hsr_session_fill, part, integer("seed", seed, 0, (1 << 64) - 1) + done)
+            self._call(lib.hsr_session_fill, part, (seed + done) % (1 << 64))
             done += part
             if progress is not None:
                 progress(done, count)

@@ -296,6 +296,14 @@ def test_options_of_load_are_checked_before_a_conversion(folder, tmp_path) -> No
         hs.load(folder, cache_dir=tmp_path / "file")
 
 
+def test_the_highest_seed_fills_a_long_context(path) -> None:
+    """It is filled in parts, each with a seed of its own."""
+    with hs.load(path, ram="64MiB", threads=1) as model, model.session(context=40000, beyond_trained=True) as session:
+        session.logits([5] * 20)
+        session.fill(33000, seed=(1 << 64) - 1)
+        assert session.n_tokens == 33020
+
+
 def test_numbers_about_pages_and_disks_are_named(model, path) -> None:
     for seconds in (math.nan, 1e300, -1, 0):
         with pytest.raises(ValueError, match="io_deadline is .* seconds, allowed are 0.001 to"):
@@ -307,6 +315,9 @@ def test_numbers_about_pages_and_disks_are_named(model, path) -> None:
         for arguments, text in (((0, 21), "first is 21, allowed are 0 to 20"), ((0, 5, 1 << 31), "n is .* 0 to 15"), ((9,), "layer is 9")):
             with pytest.raises(ValueError, match=text):
                 session.keys(*arguments)
+        for options in ({"n": 0}, {"n": 1, "seed": -1}, {"n": 1, "seed": 1 << 64}):
+            with pytest.raises(ValueError, match=list(options)[-1]):
+                session.fill(**options)
         for options in ({"n": -1}, {"n": 1 << 40}, {"n": 4, "stride": 0}, {"n": 4, "first": -3}, {"n": 4, "layers": range(2, 9)},
                         {"n": 4, "slices": -1}):
             with pytest.raises(ValueError, match=list(options)[-1]), session.capture(**options):
