@@ -166,6 +166,8 @@ static hsr_status check_identity(const hsri_container *c, hsr_error *err)
     read_word(&r, "general.architecture", word, sizeof word);
     if (r.status < 0)
         return r.status;
+    if (strcmp(word, "hisparse-calibration") == 0)
+        return hsri_fail(err, HSR_E_FORMAT, "%s: the calibration of a model, not a model", hsri_container_path(c));
     if (strcmp(word, "hisparse") != 0)
         return hsri_fail(err, HSR_E_FORMAT, "%s: a GGUF file of architecture '%s', not a converted model; run `hisparse-rt convert` on it",
                          hsri_container_path(c), word);

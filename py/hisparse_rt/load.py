@@ -66,6 +66,12 @@ def load(
         "readable_tiers": readable_tiers,
     }
     engine_options(**engine)  # a wrong option is told before a long conversion
+    if profile != 0 or isinstance(profile, bool):
+        from .profile import as_profile
+
+        profile = as_profile(profile)
+    if calibration not in (None, False) and not os.path.exists(calibration):
+        raise FileMissingError(f"{os.fsdecode(calibration)!a}: no such file", sys_code=2)
     if dtype is not None and dtype not in DTYPES.values():
         raise InvalidError(f"dtype is {dtype!r}, known ones are {', '.join(DTYPES.values())}")
     if os.path.isdir(name) or name.lower().endswith(".gguf"):

@@ -331,3 +331,21 @@ def test_the_sketch_finds_what_stands_out():
     assert query.weights[0, 777] > 0.9
     outcome = query.outcome(lambda head, q, pages: sketch(head, q, pages, 16))
     assert outcome.recall[0] > 0.9 and abs(outcome.covered[0] - outcome.recall[0]) < 0.1
+
+
+def test_a_calibration_is_no_model(made, tmp_path):
+    """It lies beside the model, and the names differ in the last letters."""
+    write_calibration(tmp_path / "tiny.hsrcal", made)
+    with pytest.raises(hs.FormatError, match="tiny.hsrcal: the calibration of a model, not a model"):
+        hs.load(tmp_path / "tiny.hsrcal")
+
+
+@pytest.mark.parametrize("options, error, text", [
+    ({"profile": 5}, TypeError, "a profile is"), ({"profile": True}, TypeError, "a profile is"),
+    ({"profile": "nope"}, hs.InvalidError, "no profile 'nope'"), ({"profile": {"budget": 1}}, hs.InvalidError, "budget is 1"),
+    ({"calibration": "nowhere"}, hs.FileMissingError, "'nowhere': no such file"),
+])  # fmt: skip
+def test_options_are_checked_before_a_conversion(models, tmp_path, options, error, text):
+    with pytest.raises(error, match=text):
+        hs.load(models / "hf", cache_dir=tmp_path / "cache", **options)
+    assert not (tmp_path / "cache").exists()
