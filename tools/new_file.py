@@ -67,7 +67,7 @@ class NewFile:
             raise
         with contextlib.suppress(OSError):  # a file system without locks: such files are never taken for orphans
             fcntl.flock(self.descriptor, fcntl.LOCK_EX)
-        if _leads_to(name, self.descriptor):
+        if os.path.lexists(name):
             return True
         os.close(self.descriptor)
         self.descriptor, self.name = -1, None

@@ -1,15 +1,18 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Writing a session to a file. The file gets its name when it is whole and on disk. Until then it has none, so that it is gone with the
- * process; where the file system needs one it is a temporary one beside it, which is removed whatever goes wrong. */
+ * process; where the file system needs one it is a temporary one beside it, which is removed whatever goes wrong. A process that is killed
+ * cannot: the next one that saves there does. Who lives holds a lock on his. */
 #define _GNU_SOURCE 1
 #include "engine/persist.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -19,6 +22,9 @@
 #include "base/crc32c.h"
 #include "base/fd.h"
 #include "base/status.h"
+
+/* Six more letters follow. */
+#define TEMPORARY ".hisparse-save-"
 
 typedef struct writer {
     hsr_session     *session;
@@ -98,18 +104,69 @@ static bool create_nameless(writer *w)
     return false;
 }
 
-static hsr_status create(writer *w)
+static bool leads_to(int folder, const char *name, int fd)
+{
+    struct stat named, open;
+    return fstatat(folder, name, &named, AT_SYMLINK_NOFOLLOW) == 0 && fstat(fd, &open) == 0 && S_ISREG(open.st_mode) &&
+           named.st_dev == open.st_dev && named.st_ino == open.st_ino;
+}
+
+/* Where a file system has no locks, no file is ever taken for an orphan. */
+static void lock(int fd)
+{
+    while (flock(fd, LOCK_EX) < 0 && errno == EINTR)
+        ;
+}
+
+/* Files of processes that are gone. */
+static void remove_orphans(const writer *w)
+{
+    char name[sizeof w->target];
+    DIR *folder = opendir(name_folder(w, name));
+    if (!folder)
+        return;
+    for (const struct dirent *entry; (entry = readdir(folder)) != NULL;) {
+        const char *file = entry->d_name;
+        if (strncmp(file, TEMPORARY, sizeof TEMPORARY - 1) != 0 || strlen(file) != sizeof TEMPORARY - 1 + 6)
+            continue;
+        const int fd = hsri_raise_fd(openat(dirfd(folder), file, O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
+        if (fd < 0)
+            continue;
+        if (flock(fd, LOCK_EX | LOCK_NB) == 0 && leads_to(dirfd(folder), file, fd))
+            unlinkat(dirfd(folder), file, 0);
+        close(fd);
+    }
+    closedir(folder);
+}
+
+static hsr_status create_named(writer *w)
 {
     char name[sizeof w->temporary];
-    if (!create_nameless(w)) {
-        snprintf(name, sizeof name, "%.*s.hisparse-save-XXXXXX", (int)folder_length(w), w->target);
+    do {
+        if (w->fd >= 0)
+            close(w->fd);
+        w->temporary[0] = 0;
+        snprintf(name, sizeof name, "%.*s" TEMPORARY "XXXXXX", (int)folder_length(w), w->target);
         w->fd = mkostemp(name, O_CLOEXEC);
         if (w->fd < 0)
             return refused(w, "no file can be made in its folder");
         memcpy(w->temporary, name, sizeof name);
         w->fd = hsri_raise_fd(w->fd);
-    }
-    return w->fd < 0 || fchmod(w->fd, 0600) < 0 ? refused(w, "the new file cannot be used") : HSR_OK;
+        if (w->fd < 0)
+            return refused(w, "the new file cannot be used");
+        lock(w->fd);
+    } while (access(name, F_OK) < 0 && errno == ENOENT);   /* taken for an orphan before it was locked */
+    return HSR_OK;
+}
+
+static hsr_status create(writer *w)
+{
+    remove_orphans(w);
+    if (create_nameless(w))
+        lock(w->fd);          /* it will have such a name for a moment, too */
+    else
+        HSRI_TRY(create_named(w));
+    return fchmod(w->fd, 0600) < 0 ? refused(w, "the new file cannot be used") : HSR_OK;
 }
 
 /* A name that a rename can take away again: nothing else can replace a file. */
@@ -117,7 +174,7 @@ static hsr_status give_name(writer *w)
 {
     char name[sizeof w->temporary], own[64];
     for (uint32_t i = 0; ; i++) {
-        snprintf(name, sizeof name, "%.*s.hisparse-save-%06x", (int)folder_length(w), w->target, (uint32_t)(hsri_now_ns() + i) & 0xffffff);
+        snprintf(name, sizeof name, "%.*s" TEMPORARY "%06x", (int)folder_length(w), w->target, (uint32_t)(hsri_now_ns() + i) & 0xffffff);
         if (linkat(AT_FDCWD, name_fd(w->fd, own), AT_FDCWD, name, AT_SYMLINK_FOLLOW) == 0)
             break;
         if (errno != EEXIST || i == 100)

@@ -447,10 +447,10 @@ def test_memory_that_python_does_not_get(path, monkeypatch, capsys) -> None:
     from hisparse_rt import cli
     from hisparse_rt.commands import common
 
-    for error, text in ((MemoryError(), "out of memory"), (MemoryError("Unable to allocate 4 TiB"), "out of memory: Unable to allocate 4 TiB")):
-        monkeypatch.setattr(common, "open_model", mock.Mock(side_effect=error))
+    for words, told in (((), ""), (("Unable to allocate 4 TiB",), ": Unable to allocate 4 TiB")):
+        monkeypatch.setattr(common, "open_model", mock.Mock(side_effect=MemoryError(*words)))
         assert cli.main(["generate", os.fspath(path), "-p", "x"]) == 1
-        assert capsys.readouterr() == ("", f"hisparse-rt: {text}\n")
+        assert capsys.readouterr() == ("", f"hisparse-rt: out of memory{told}\n")
 
 
 # ---- conversion -------------------------------------------------------------------------------------------------

@@ -535,8 +535,14 @@ def test_file_size_limit(paths, tmp_path):
 
 @pytest.mark.parametrize("nameless", [True, False])
 def test_kill_leaves_the_old_file(paths, model, tmp_path, nameless):
-    """And no other, unless the file system has no files without a name."""
+    """And no other, unless the file system has no files without a name; that goes with the next one, and none that is another's."""
     (tmp_path / "s").write_bytes(b"old")
+    theirs = {".hisparse-save-abc", ".hisparse-save-abcdefg", ".hisparse-save-folder"}
+    for name in theirs - {".hisparse-save-folder"}:
+        (tmp_path / name).write_bytes(b"")
+    (tmp_path / ".hisparse-save-folder").mkdir()
+    os.mkfifo(tmp_path / ".hisparse-save-a_pipe")
+    theirs |= {".hisparse-save-a_pipe", "s"}
     process = writer(paths, tmp_path / "s", "hang", preexec_fn=None if nameless else refuse_files_without_name)
     said = process.stdout.readline()
     if not nameless and process.poll() == 77:
@@ -545,12 +551,19 @@ def test_kill_leaves_the_old_file(paths, model, tmp_path, nameless):
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=60)
     assert (tmp_path / "s").read_bytes() == b"old"
-    left = [name for name in os.listdir(tmp_path) if name != "s"]
+    left = set(os.listdir(tmp_path)) - theirs
     assert len(left) == (0 if nameless else 1) and all(name.startswith(".hisparse-save-") for name in left)
-    with model.session(context=200) as s:     # and does not stand in the way
+    living = writer(paths, tmp_path / "t", "hang", preexec_fn=None if nameless else refuse_files_without_name)
+    assert living.stdout.readline() == "half\n"
+    held = set(os.listdir(tmp_path)) - theirs
+    assert len(held) == len(left) and not held & left
+    with model.session(context=200) as s:
         s.append(IDS[:100])
         s.save(tmp_path / "s")
     model.restore(tmp_path / "s").close()
+    assert set(os.listdir(tmp_path)) == theirs | held
+    living.kill()
+    living.wait(timeout=60)
 
 
 def test_without_nameless_files(paths, model, tmp_path):
