@@ -11,7 +11,7 @@ import numpy as np
 from ._library import refuse_copies
 from .chat import as_messages
 from .errors import BusyError, StateError
-from .request import Sampling, SamplingOptions
+from .request import SamplingOptions, sampling_of
 from .session import Session
 from .stream import Stream
 
@@ -59,7 +59,7 @@ class Conversation:
 
         BusyError while an earlier answer is unfinished.
         """
-        sampling = Sampling(**options)
+        sampling = sampling_of(options)
         if self._session is not None:
             self._session._check_not_streaming()
         messages: list[Message] = [*self.messages, {"role": "user", "content": text}]

@@ -13,7 +13,7 @@ from .checks import integer
 from .errors import ContextError, HisparseError, InvalidError, NoSpaceError
 from .ids import Ids, as_ids
 from .prompt_cache import Path, cached_session
-from .request import RequestOptions, Sampling, SamplingOptions
+from .request import RequestOptions, Sampling, SamplingOptions, sampling_of
 from .result import Result
 from .session import finished
 from .stream import Stream
@@ -77,7 +77,7 @@ def generate(
         raise InvalidError("prompt_cache takes one prompt, not a list")
     prompts = list(prompt)
     seeds = _seeds(seed, len(prompts))
-    batch = _Batch(model, prompts, [Sampling(seed=seeds[i], **options) for i in range(len(prompts))], session_options, progress)
+    batch = _Batch(model, prompts, [sampling_of({"seed": seeds[i], **options}) for i in range(len(prompts))], session_options, progress)
     results = batch.run(return_exceptions)
     return results if return_details else [item.text if isinstance(item, Result) else item for item in results]
 
@@ -87,7 +87,7 @@ def start(
     progress: Progress | None = None, prompt_cache: Path | None = None, **options: Unpack[SamplingOptions],
 ) -> Stream:
     """A `Stream` over a session of its own."""
-    sampling = Sampling(**options)
+    sampling = sampling_of(options)
     session_options = {"context": context, "kv": kv, "beyond_trained": beyond_trained}
     return _start(model, prompt_ids(model, prompt), sampling, session_options, progress, prompt_cache)
 

@@ -129,6 +129,15 @@ class Sampling:
         return secrets.randbits(64) if self.seed is None else self.seed
 
 
+def sampling_of(options: Mapping[str, Any]) -> Sampling:
+    """The `Sampling` of keyword arguments; TypeError for one that it does not have, with those that it has."""
+    known = [field.name for field in fields(Sampling)]
+    for name in options:
+        if name not in known:
+            raise TypeError(f"there is no option {name!r}; the options of sampling are {', '.join(known)}")
+    return Sampling(**options)
+
+
 _COPIED = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
            "penalty_window", "ignore_eos")
 

@@ -16,7 +16,7 @@ from ._library import Handle, call, ffi, lib, new_struct, refuse_copies, rest_at
 from .checks import file_name, integer
 from .errors import BusyError, ContextError, InvalidError, WorkCancelledError
 from .ids import Ids, as_ids
-from .request import Sampling, SamplingOptions
+from .request import SamplingOptions, sampling_of
 from .result import Result
 from .stream import Stream
 
@@ -223,7 +223,7 @@ class Session:
         `progress(done, total)` follows the computing of a long prompt.
         """
         self._check_not_streaming()
-        running = Stream(self, Sampling(**options), self.model._detokenizer(), owns_session=False, report=progress)
+        running = Stream(self, sampling_of(options), self.model._detokenizer(), owns_session=False, report=progress)
         return finished(running, stream, return_details)
 
     def cancel(self) -> None:

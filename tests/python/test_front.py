@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import gc
 import itertools
 import logging
@@ -392,6 +393,15 @@ def test_bad_options_are_named_before_anything_is_computed(model, options, kind,
     with pytest.raises(kind, match=text):
         hs.generate(model, "x" * 2000, **options)
     assert model.stats().n_steps == steps
+
+
+def test_an_unknown_option_is_answered_with_those_there_are(model) -> None:
+    with model.session() as session:
+        session.append([5])
+        for call in (functools.partial(hs.generate, model, "x"), functools.partial(hs.generate, model, ["x", "y"]),
+                     functools.partial(model.chat, "x"), functools.partial(model.conversation().send, "x"), session.generate):
+            with pytest.raises(TypeError, match="no option 'max_new_tokens'; the options of sampling are max_tokens, temperature"):
+                call(max_new_tokens=3)
 
 
 def test_configs_pickle() -> None:
