@@ -188,123 +188,188 @@ static void test_encode(const hsri_kernels *kernels)
 
 /* ---- scoring, on every level ---- */
 
-/* How far the log of a mass may be off. The sketch's weights may be eight bits of the largest of a call, at worst one step for every code.
- * */
-static double score_limit(const hsri_index_shape *s, const uint8_t *const *entries, uint32_t n_pages, uint32_t selector,
-                          const float *rotated,
-                          double scale)
+enum { PAGES = HSRI_SCORE_PAGES, MOST_HEADS = 19, MOST_D = 128, STRIDE = PAGES * UNITS + 3 };
+
+/* Pages of one shape, the heads that look at them, and what a kernel makes of these. */
+typedef struct scored {
+    hsri_index_shape shape;
+    uint32_t         n_pages, n_heads, selector;
+    double           scale;
+    hsri_score_fn    score;
+    hsri_score_args  args;
+    uint8_t         *slots, *code_slots;
+    const uint8_t   *entries[PAGES], *codes[PAGES];
+    float            record[2 * MOST_D * MOST_D + 2 * MOST_D], queries[MOST_HEADS * MOST_D], rotated[MOST_HEADS * MOST_D];
+    float            references[MOST_HEADS], mass[MOST_HEADS * STRIDE];
+} scored;
+
+static hsri_score_fn scoring_of(const hsri_kernels *kernels, uint32_t selector)
 {
+    return selector == HSRI_SELECT_SKETCH ? kernels->sparse.score_sketch
+           : selector == HSRI_SELECT_MINMAX ? kernels->sparse.score_minmax
+           : selector == HSRI_SELECT_GAUSSIAN ? kernels->sparse.score_gaussian
+                                              : kernels->sparse.score_mean;
+}
+
+static void fill_pages(scored *c, const hsri_kernels *kernels, const hsri_calibration_record *calibration, size_t i)
+{
+    static float   k[64 * MOST_D], v[64 * MOST_D], scratch[2 * 64 * MOST_D + 4 * MOST_D];
+    const uint32_t d = c->shape.head_dim;
+
+    for (uint32_t p = 0; p < c->n_pages; p++) {
+        uint8_t *entry = c->slots + (uint64_t)p * c->shape.entry_bytes, *codes = c->code_slots + (uint64_t)p * c->shape.code_bytes;
+
+        c->entries[p] = entry;
+        c->codes[p] = codes;
+        fill_noise(k, 64 * d, 60 + i * PAGES + p, p % 5 == 4 ? 0.2f : 2.0f);
+        fill_noise(v, 64 * d, 70, 1.0f);
+        kernels->sparse.encode(&c->shape, calibration, k, v, entry, codes, scratch);
+    }
+}
+
+/* Every case twice: with its own selector, and with the means that all of them have. */
+static scored *scored_new(const hsri_kernels *kernels, size_t i)
+{
+    static const uint32_t selectors[] = { [HSRI_INDEX_SKETCH] = HSRI_SELECT_SKETCH, [HSRI_INDEX_MINMAX] = HSRI_SELECT_MINMAX,
+                                          [HSRI_INDEX_GAUSSIAN] = HSRI_SELECT_GAUSSIAN };
+    scored *c = calloc(1, sizeof *c);
+
+    c->shape = shape_of(index_cases[i / 2].kind, index_cases[i / 2].d, index_cases[i / 2].n_4bit, index_cases[i / 2].n_2bit);
+    c->n_pages = i % 3 == 0 ? PAGES : 1 + (uint32_t)i % 7;
+    c->n_heads = i % 4 == 3 ? MOST_HEADS : 1 + (uint32_t)i % 9;
+    c->selector = i % 2 ? HSRI_SELECT_MEAN : selectors[c->shape.kind];
+    c->scale = 1 / sqrt(c->shape.head_dim);
+    c->score = scoring_of(kernels, c->selector);
+    c->slots = hsri_new_aligned(PAGES, c->shape.entry_bytes);
+    c->code_slots = hsri_new_aligned(PAGES, c->shape.code_bytes);
+
+    const uint32_t d = c->shape.head_dim;
+    const hsri_calibration_record calibration = hsri_calibration_at(c->record, 1, 0, 0, d);
+    fill_calibration(c->record, d, 40 + i);
+    fill_noise(c->queries, c->n_heads * d, 50 + i, 4.0f);
+    for (uint32_t h = 0; h < c->n_heads; h++) {
+        kernels->sparse.rotate(calibration.b, c->queries + h * d, d, c->rotated + h * d);
+        c->references[h] = h % 3 == 0 ? 5.0f : -3.5f * (float)h;
+    }
+    fill_pages(c, kernels, &calibration, i);
+    c->args = (hsri_score_args){ .entries = c->entries, .codes = c->codes, .n_pages = c->n_pages, .n_heads = c->n_heads, .shape = &c->shape,
+                                 .scale = (float)c->scale, .queries = c->queries, .rotated = c->rotated, .reference = c->references,
+                                 .mean_k = c->shape.kind == HSRI_INDEX_SKETCH ? calibration.mean_k : NULL,
+                                 .mass = c->mass, .mass_stride = STRIDE };
+    return c;
+}
+
+static void scored_free(scored *c)
+{
+    free(c->slots);
+    free(c->code_slots);
+    free(c);
+}
+
+/* How far the log of a mass may be off. The sketch's weights may be eight bits of the largest of a call, at worst a step for each code. */
+static double score_limit(const scored *c, uint32_t head)
+{
+    const hsri_index_shape *s = &c->shape;
     double most = 0, sum = 0;
 
-    if (selector != HSRI_SELECT_SKETCH)
+    if (c->selector != HSRI_SELECT_SKETCH)
         return 2e-4;
-    for (uint32_t c = 0; c < s->n_4bit + s->n_2bit; c++) {
+    for (uint32_t i = 0; i < s->n_4bit + s->n_2bit; i++) {
         double step = 0;
 
-        for (uint32_t p = 0; p < n_pages; p++)
-            step = fmax(step, half_at(entries[p] + 8 + 2 * s->head_dim + 2 * c));
-        most = fmax(most, fabs((double)rotated[c]) * step * scale);
-        sum += c < s->n_4bit ? 7.5 : 1.5;
+        for (uint32_t p = 0; p < c->n_pages; p++)
+            step = fmax(step, half_at(c->entries[p] + 8 + 2 * s->head_dim + 2 * i));
+        most = fmax(most, fabs((double)c->rotated[head * s->head_dim + i]) * step * c->scale);
+        sum += i < s->n_4bit ? 7.5 : 1.5;
     }
     return 2e-3 + most / 127 * sum;
 }
 
+static bool check_masses(const scored *c, size_t i, double *worst)
+{
+    const uint32_t d = c->shape.head_dim;
+
+    for (uint32_t h = 0; h < c->n_heads; h++) {
+        double limit = score_limit(c, h);
+
+        for (uint32_t u = 0; u < c->n_pages * UNITS; u++) {
+            double want = unit_log_mass(&c->shape, c->entries[u / UNITS], c->codes[u / UNITS], c->record, c->selector, u % UNITS,
+                                        c->queries + h * d, c->rotated + h * d, c->scale);
+            double error = fabs(log((double)c->mass[h * STRIDE + u]) - (want - (double)c->references[h]));
+
+            *worst = fmax(*worst, error / limit);
+            if (!CHECK(error <= limit)) {
+                fprintf(stderr, "case %zu head %u unit %u: off by %g, allowed %g\n", i, h, u, error, limit);
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+/* A head alone has the bits it has in company. */
+static void check_heads_alone(const scored *c)
+{
+    float alone[PAGES * UNITS];
+
+    for (uint32_t h = 0; h < c->n_heads; h++) {
+        hsri_score_args one = c->args;
+
+        one.queries += (uint64_t)h * c->shape.head_dim;
+        one.rotated += (uint64_t)h * c->shape.head_dim;
+        one.reference += h;
+        one.n_heads = 1;
+        one.mass = alone;
+        c->score(&one);
+        CHECK(memcmp(alone, c->mass + h * STRIDE, c->n_pages * UNITS * sizeof *alone) == 0);
+    }
+}
+
+/* Not a number: no mass. Out of range: the most there is. Nothing else changes. */
+static void check_no_numbers(scored *c, size_t i)
+{
+    const float    lost = NAN;
+    const bool     many = c->n_heads > 1;
+    const uint32_t last = many ? c->n_heads - 1 : 0, n_units = c->n_pages * UNITS;
+    float          before[PAGES * UNITS], *of_last = c->mass + last * STRIDE;
+
+    memcpy(before, of_last, sizeof before);
+    c->queries[3] = NAN;
+    c->rotated[0] = many && i % 3 ? INFINITY : NAN;
+    memcpy(c->slots, &lost, sizeof lost);                           /* scale of page 0's mean key, and of its bounds */
+    if (c->shape.kind != HSRI_INDEX_SKETCH)
+        memcpy(c->slots + 8 + 2 * c->shape.head_dim, &lost, sizeof lost);
+    c->score(&c->args);
+    for (uint32_t u = 0; u < n_units; u++)
+        CHECK(c->mass[u] == 0.0f);
+    for (uint32_t u = 0; u < UNITS; u++)
+        CHECK(of_last[u] == 0.0f);
+    if (many)
+        CHECK(memcmp(before + UNITS, of_last + UNITS, (n_units - UNITS) * sizeof *before) == 0);
+
+    c->references[last] = -300.0f;
+    c->score(&c->args);
+    for (uint32_t u = UNITS; u < n_units && many; u++)
+        CHECK(of_last[u] == HSRI_MASS_MAX);
+    c->references[last] = NAN;
+    c->score(&c->args);
+    for (uint32_t u = 0; u < n_units; u++)
+        CHECK(of_last[u] == 0.0f);
+}
+
 static void test_scores(const hsri_kernels *kernels)
 {
-    static const uint32_t selectors[] = { [HSRI_INDEX_SKETCH] = HSRI_SELECT_SKETCH, [HSRI_INDEX_MINMAX] = HSRI_SELECT_MINMAX,
-                                          [HSRI_INDEX_GAUSSIAN] = HSRI_SELECT_GAUSSIAN };
-    enum { PAGES = HSRI_SCORE_PAGES, MOST_HEADS = 19 };
-    static float record[2 * 128 * 128 + 2 * 128], k[64 * 128], v[64 * 128], scratch[2 * 64 * 128 + 4 * 128], queries[MOST_HEADS * 128],
-        rotated[MOST_HEADS * 128], references[MOST_HEADS], mass[MOST_HEADS * (PAGES * UNITS + 3)], alone[PAGES * UNITS];
     double worst = 0;
 
     for (size_t i = 0; i < 2 * N_INDEX_CASES; i++) {
-        size_t                  at = i / 2;
-        hsri_index_shape        s = shape_of(index_cases[at].kind, index_cases[at].d, index_cases[at].n_4bit, index_cases[at].n_2bit);
-        hsri_calibration_record calibration = hsri_calibration_at(record, 1, 0, 0, s.head_dim);
-        uint32_t                d = s.head_dim, n_pages = i % 3 == 0 ? PAGES : 1 + (uint32_t)i % 7;
-        uint32_t                n_heads = i % 4 == 3 ? MOST_HEADS : 1 + (uint32_t)i % 9;
-        uint32_t                selector = i % 2 ? HSRI_SELECT_MEAN : selectors[s.kind];
-        double                  scale = 1 / sqrt(d);
-        uint8_t                *slots = hsri_new_aligned(PAGES, s.entry_bytes), *code_slots = hsri_new_aligned(PAGES, s.code_bytes);
-        const uint8_t          *entries[PAGES], *codes[PAGES];
-        hsri_score_args         a = { .entries = entries, .codes = codes, .n_pages = n_pages, .n_heads = n_heads, .shape = &s,
-                                      .scale = (float)scale, .queries = queries, .rotated = rotated, .reference = references,
-                                      .mean_k = s.kind == HSRI_INDEX_SKETCH ? calibration.mean_k : NULL,
-                                      .mass = mass, .mass_stride = PAGES * UNITS + 3 };
-        hsri_score_fn           by_kind[] = { [HSRI_INDEX_SKETCH] = kernels->sparse.score_sketch,
-                                              [HSRI_INDEX_MINMAX] = kernels->sparse.score_minmax,
-                                              [HSRI_INDEX_GAUSSIAN] = kernels->sparse.score_gaussian };
-        hsri_score_fn           score = selector == HSRI_SELECT_MEAN ? kernels->sparse.score_mean : by_kind[s.kind];
+        scored *c = scored_new(kernels, i);
 
-        fill_calibration(record, d, 40 + i);
-        fill_noise(queries, n_heads * d, 50 + i, 4.0f);
-        for (uint32_t h = 0; h < n_heads; h++) {
-            kernels->sparse.rotate(calibration.b, queries + h * d, d, rotated + h * d);
-            references[h] = h % 3 == 0 ? 5.0f : -3.5f * (float)h;
+        c->score(&c->args);
+        if (check_masses(c, i, &worst)) {
+            check_heads_alone(c);
+            check_no_numbers(c, i);
         }
-        for (uint32_t p = 0; p < n_pages; p++) {
-            entries[p] = slots + (uint64_t)p * s.entry_bytes;
-            codes[p] = code_slots + (uint64_t)p * s.code_bytes;
-            fill_noise(k, 64 * d, 60 + i * PAGES + p, p % 5 == 4 ? 0.2f : 2.0f);
-            fill_noise(v, 64 * d, 70, 1.0f);
-            kernels->sparse.encode(&s, &calibration, k, v, slots + (uint64_t)p * s.entry_bytes,
-                                   code_slots + (uint64_t)p * s.code_bytes, scratch);
-        }
-        score(&a);
-        for (uint32_t h = 0; h < n_heads; h++) {
-            double limit = score_limit(&s, entries, n_pages, selector, rotated + h * d, scale);
-
-            for (uint32_t u = 0; u < n_pages * UNITS; u++) {
-                double want = unit_log_mass(&s, entries[u / UNITS], codes[u / UNITS], record, selector, u % UNITS, queries + h * d,
-                                            rotated + h * d, scale);
-                double error = fabs(log((double)mass[h * a.mass_stride + u]) - (want - (double)references[h]));
-
-                worst = fmax(worst, error / limit);
-                if (!(error <= limit)) {
-                    fprintf(stderr, "case %zu head %u unit %u: off by %g, allowed %g\n", i, h, u, error, limit);
-                    CHECK(false);
-                    return;
-                }
-            }
-        }
-        /* A head alone has the bits it has in company. */
-        for (uint32_t h = 0; h < n_heads; h++) {
-            hsri_score_args one = a;
-
-            one.queries += (uint64_t)h * d;
-            one.rotated += (uint64_t)h * d;
-            one.reference += h;
-            one.n_heads = 1;
-            one.mass = alone;
-            score(&one);
-            CHECK(memcmp(alone, mass + h * a.mass_stride, n_pages * UNITS * sizeof *alone) == 0);
-        }
-        /* Not a number: no mass. Out of range: the most there is. Nothing else changes. */
-        memcpy(alone, mass + (n_heads - 1) * a.mass_stride, sizeof alone);
-        queries[3] = NAN;
-        rotated[0] = n_heads > 1 && i % 3 ? INFINITY : NAN;
-        ((uint8_t *)slots)[0] = ((uint8_t *)slots)[1] = 0;   /* scale of page 0: NaN */
-        slots[2] = 0xc0;
-        slots[3] = 0x7f;
-        memcpy(slots + 8 + 2 * d, slots, s.kind == HSRI_INDEX_SKETCH ? 0 : 4);
-        score(&a);
-        for (uint32_t u = 0; u < n_pages * UNITS; u++)
-            CHECK(mass[u] == 0.0f);
-        for (uint32_t u = 0; u < UNITS; u++)
-            CHECK(mass[(n_heads - 1) * a.mass_stride + u] == 0.0f);
-        if (n_heads > 1)
-            CHECK(memcmp(alone + UNITS, mass + (n_heads - 1) * a.mass_stride + UNITS, (n_pages - 1) * UNITS * sizeof *alone) == 0);
-        references[n_heads - 1] = -300.0f;
-        score(&a);
-        for (uint32_t u = UNITS; u < n_pages * UNITS && n_heads > 1; u++)
-            CHECK(mass[(n_heads - 1) * a.mass_stride + u] == HSRI_MASS_MAX);
-        references[n_heads - 1] = NAN;
-        score(&a);
-        for (uint32_t u = 0; u < n_pages * UNITS; u++)
-            CHECK(mass[(n_heads - 1) * a.mass_stride + u] == 0.0f);
-        free(slots);
-        free(code_slots);
+        scored_free(c);
     }
     printf("  scores: worst error %.0f%% of the limit\n", 100 * worst);
 }
