@@ -10,8 +10,8 @@
 #define BATCH        32u
 /* Blocks' worth of frames that are kept free while pages are worth less than the threshold. */
 #define FREE_BLOCKS  2u
-/* Writes that may be under way: ahead of need, of small pages more than of large ones, and begun when somebody waits. Reads that come then are
- * not to be delayed for long. */
+/* Writes that may be under way: ahead of need, of small pages more than of large ones, and begun when somebody waits. Reads that come then
+ * are not to be delayed for long. */
 #define MOST_WRITES   1024u
 #define MOST_BYTES    (4u << 20)
 #define URGENT_WRITES 256u

@@ -363,6 +363,18 @@ static inline void run_foresee(rig *r, const world *w, uint32_t row0, const hsri
     r->dev->ops.foresee(r->q, &again, kv, LAYER, w->n_heads, w->scale, queries, rotated, settings, picks, scratch, lists);
 }
 
+/* The tables of a sequence, as long as its pages ask for and no longer. */
+static inline hsri_seq put_sequence(rig *r, const world *w, uint32_t seq)
+{
+    const uint64_t n_pages = sealed_pages(w, w->rows[w->picks[seq].row].pos), row = LAYERS * KV_HEADS * sizeof(uint32_t);
+
+    return (hsri_seq){ .sealed = upload(r, w->pages[seq], n_pages * row),
+                       .index = upload(r, w->slabs[seq], (n_pages / w->shape.per_slab + 1) * row),
+                       .strips = upload(r, w->strips[seq], strips_of(w, (uint32_t)n_pages) * row + sizeof(uint32_t)),
+                       .clusters = upload(r, w->records[seq], sizeof w->records[seq]),
+                       .sink_pages = w->sink, .window_pages = w->window, .index_shape = w->shape };
+}
+
 /* Rows [row0, row0 + n_rows) of picks [pick0, pick0 + n_picks). */
 static inline result run_select(rig *r, const world *w, uint32_t pick0, uint32_t n_picks)
 {
@@ -382,18 +394,7 @@ static inline result run_select(rig *r, const world *w, uint32_t pick0, uint32_t
 
     kv.slot_bytes[HSRI_KV_TYPE_F32] = (uint32_t)hsri_round_up(hsri_plain_page_bytes(HSRI_KV_TYPE_F32, d), 4096);
     for (uint32_t i = 0; i < w->n_seqs; i++) {
-        uint64_t n_slabs = (w->shape.per_slab ? w->most_pages / w->shape.per_slab : 0) + 1;
-
-        seqs[i] = (hsri_seq){ .sealed = upload(r, w->pages[i], (sealed_pages(w,
-                                                                             w->rows[w->picks[i].row].pos) + 0ull) * LAYERS * KV_HEADS * 4),
-                              .index = upload(r, w->slabs[i], hsri_min(n_slabs,
-                                                                       1 + sealed_pages(w,
-                                                                                        w->rows[w->picks[i].row].pos) / w->shape.per_slab) *
-                                              LAYERS * KV_HEADS * 4),
-                              .strips = upload(r, w->strips[i], (strips_of(w, sealed_pages(w, w->rows[w->picks[i].row].pos)) *
-                                                                 LAYERS * KV_HEADS + 1) * 4),
-                              .clusters = upload(r, w->records[i], sizeof w->records[i]),
-                              .sink_pages = w->sink, .window_pages = w->window, .index_shape = w->shape };
+        seqs[i] = put_sequence(r, w, i);
         settings[i] = w->settings[i];
         settings[i].forced = upload(r, w->forced[i], sizeof w->forced[i]);
         settings[i].scan_pages = w->scan_pages;
