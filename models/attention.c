@@ -130,6 +130,7 @@ static hsri_lists lists_of(const part *p)
         .virtual_part = room->virtual_part,
         .covered = hsri_at(room->covered, first * f->hp->n_heads * sizeof(float)),
         .stride = p->span->max_units, .n_picks = p->span->n_picks,
+        .group_units = p->span->prefill ? HSRI_RUN_GROUP_UNITS : HSRI_LIST_GROUP_UNITS,
     };
 }
 
@@ -187,7 +188,7 @@ static bool attend_lists(const part *p, const hsri_lists *lists)
     const hsri_forward *f = p->f;
     const hsri_hparams *hp = f->hp;
     const hsri_ref pick_of = hsri_at(f->pick_of, p->span->row * sizeof(uint32_t));
-    const uint32_t n_groups = (uint32_t)hsri_div_up(p->span->max_units, HSRI_LIST_GROUP_UNITS), wave = wave_groups(p);
+    const uint32_t n_groups = (uint32_t)hsri_div_up(p->span->max_units, lists->group_units), wave = wave_groups(p);
 
     for (uint32_t g0 = 0, g1; g0 < n_groups; g0 = g1) {
         g1 = (uint32_t)hsri_min(n_groups, (uint64_t)g0 + wave);

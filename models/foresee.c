@@ -19,7 +19,8 @@ static void foresee_span(const hsri_forward *f, const hsri_span *span, uint32_t 
     const hsri_ref      rotated = f->rotate ? hsri_at(f->s->rotated, at) : (hsri_ref){ 0 };
     const hsri_rope     rope = { hsri_at(f->rope.cos_sin, row * hp->rotary_dim * sizeof(float)), hp->rotary_dim };
     const hsri_batch    batch = { hsri_at(f->batch.rows, row * sizeof(hsri_row)), f->batch.seqs, span->n_rows, f->batch.n_seqs };
-    const hsri_lists    lists = { .units = f->room->units, .counts = f->room->counts, .stride = span->max_units, .n_picks = span->n_picks };
+    const hsri_lists    lists = { .units = f->room->units, .counts = f->room->counts, .stride = span->max_units, .n_picks = span->n_picks,
+                                .group_units = HSRI_LIST_GROUP_UNITS };
 
     /* The keys and values that come with the queries are written over by the layer itself, before anything reads them. */
     op->qkv_rope_append(f->queue, &batch, f->kv, layer, hp->n_heads, x, l->attn_norm, hp->rms_norm_eps, &l->qkv, l->qkv_bias, l->q_norm,

@@ -3,7 +3,7 @@
  *   fixed groups   sink pages in runs of 16 pages; then one bridge group, empty except in the second page of a prompt run (hsri_pick
  *                  of 128 rows; position / 64 is odd): page q - W, which just left the window and which the run's selection, made
  *                  for its first page, does not know, read in the session's format; then the window's pages in runs of 16 pages
- *   list groups    8 units each of its pick's list, in position order
+ *   list groups    8 units each of its pick's list, 32 in a prompt run, in position order
  *   virtual        one group: everything that was not selected, as estimated
  * q = row position / 64, W = window_pages: the window is pages max(sink, q - W + 1) .. q, read plain. */
 #ifndef HSRI_SPARSE_OPS_H
@@ -13,6 +13,7 @@
 #include "device/ref.h"
 
 #define HSRI_LIST_GROUP_UNITS 8u    /* units per list group: 128 tokens */
+#define HSRI_RUN_GROUP_UNITS 32u    /* of a prompt run: at most so many pages, which is what two dense groups have */
 #define HSRI_PICK_ROWS 128u         /* positions of a prefill run that share a selection; runs start at multiples of it */
 #define HSRI_PICK_STRIDE 8u         /* of these, every 8th query votes */
 
@@ -77,6 +78,7 @@ typedef struct hsri_lists {
                                      * did not vote */
     uint32_t stride;                /* >= the budget with its ratio + 4 * n_forced, of every pick */
     uint32_t n_picks;
+    uint32_t group_units;           /* HSRI_LIST_GROUP_UNITS, or HSRI_RUN_GROUP_UNITS if all picks are prompt runs */
 } hsri_lists;
 
 /* ---- how much attention pages got ----

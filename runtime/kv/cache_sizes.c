@@ -140,7 +140,7 @@ uint64_t hsri_kv_blocks_for(const hsri_kv_shape *shape, const hsri_cache_opts *o
 }
 
 /* Pages that are encoded and not sealed yet, and twice what one head group reads of one layer, so that reading goes on while
- * computing. */
+ * computing; or once what a group of a prompt run does, of which every unit may be of another page. */
 uint64_t hsri_kv_working_set(const hsri_kv_shape *shape, const hsri_cache_opts *opts)
 {
     uint64_t pages = hsri_seal_window(opts) - opts->window_pages + step_pages(opts) + 1;

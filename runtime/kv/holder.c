@@ -262,10 +262,10 @@ static hsr_status pin_list(hsri_holder *h, pins *p, uint32_t layer, uint32_t seq
 static hsr_status pin_list_group(hsri_holder *h, pins *p, uint32_t layer, const hsri_lists *lists, uint32_t group, bool wait,
                                  hsr_error *err)
 {
-    uint32_t n_heads = h->step.caches[0]->shape->n_kv_heads, first = group * HSRI_LIST_GROUP_UNITS;
+    uint32_t n_heads = h->step.caches[0]->shape->n_kv_heads, first = group * lists->group_units;
     size_t before = p ? p->n : 0;
     for (uint32_t i = 0; i < lists->n_picks * n_heads; i++) {
-        uint32_t n = h->counts[i] > first ? (uint32_t)hsri_min(h->counts[i] - first, HSRI_LIST_GROUP_UNITS) : 0;
+        uint32_t n = h->counts[i] > first ? (uint32_t)hsri_min(h->counts[i] - first, lists->group_units) : 0;
         uint32_t seq = h->step.pick_seqs[h->first_pick + i / n_heads];
         hsr_status status = pin_list(h, p, layer, seq, i % n_heads, h->units + (size_t)i * lists->stride + first, n, wait, err);
         if (status != HSR_OK && p)

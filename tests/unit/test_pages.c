@@ -309,7 +309,10 @@ static bool reads_sealed(const shape *s, uint32_t page, uint32_t pos)
 
 /* ---- runs ---- */
 
-typedef enum op { DENSE, FIXED, FIXED_RUNS, LIST } op;
+typedef enum op { DENSE, FIXED, FIXED_RUNS, LIST, LIST_RUNS } op;
+
+static bool is_list(op op) { return op == LIST || op == LIST_RUNS; }
+static uint32_t group_units(op op) { return op == LIST_RUNS ? HSRI_RUN_GROUP_UNITS : HSRI_LIST_GROUP_UNITS; }
 
 typedef struct call {
     op              op;
@@ -360,10 +363,10 @@ static inputs prepare(world *w, const call *c)
     in.batch = (hsri_batch){ upload(w, rows, c->n_rows * sizeof *rows), w->seqs, c->n_rows, 1 };
     in.queries = upload(w, queries, n * d * sizeof *queries);
     in.rotated = upload(w, rotated, n * d * sizeof *rotated);
-    if (c->op == LIST) {
+    if (is_list(c->op)) {
         in.lists = (hsri_lists){ .units = upload(w, c->units, (uint64_t)c->n_picks * N_KV * c->stride * 4),
                                  .counts = upload(w, c->counts, (uint64_t)c->n_picks * N_KV * 4),
-                                 .stride = c->stride, .n_picks = c->n_picks };
+                                 .stride = c->stride, .n_picks = c->n_picks, .group_units = group_units(c->op) };
         in.pick_of = upload(w, c->pick_of, c->n_rows * 4);
     }
     free(rows);
@@ -387,7 +390,7 @@ static float *run(world *w, const call *c)
 
     if (c->op == DENSE)
         w->dev->ops.attend(w->q, &in.batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, c->g0, c->g1, part);
-    else if (c->op == LIST)
+    else if (is_list(c->op))
         w->dev->ops.attend_list(w->q, &in.batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, in.pick_of, &in.lists, c->g0, c->g1, part);
     else
         w->dev->ops.attend_fixed(w->q, &in.batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, c->g1, c->op == FIXED_RUNS, part);
@@ -405,10 +408,10 @@ static void naive_group(const world *w, const call *c, uint32_t row, uint32_t he
     uint32_t pos = c->pos[row], page = pos / 64, sink_groups = (w->s.sink + 15) / 16, first = 0, end = 0;
 
     *n = (naive){ .m = -INFINITY };
-    if (c->op == LIST) {
+    if (is_list(c->op)) {
         uint32_t list = c->pick_of[row] * N_KV + head / (N_HEADS / N_KV);
 
-        for (uint32_t i = g * 8; i < g * 8 + 8 && i < c->counts[list]; i++)
+        for (uint32_t i = g * group_units(c->op); i < (g + 1) * group_units(c->op) && i < c->counts[list]; i++)
             for (uint32_t t = 0; t < 16; t++)
                 naive_see(w, n, pos, head, c->units[list * c->stride + i] * 16 + t, !hsri_kv_is_plain(w->s.format));
         return;
@@ -489,7 +492,7 @@ static float *run_parts(world *w, const call *c, bool waves)
     what.of = c->op == DENSE ? HSRI_PARTS_DENSE : HSRI_PARTS_LISTS;
     what.pick_of = in.pick_of;
     what.lists = in.lists;
-    for (what.g0 = c->g0; what.g0 < c->g1 && (c->op == DENSE || c->op == LIST); what.g0 = what.g1) {
+    for (what.g0 = c->g0; what.g0 < c->g1 && (c->op == DENSE || is_list(c->op)); what.g0 = what.g1) {
         what.g1 = what.g0 + step;
         w->dev->ops.page_parts(w->q, &in.batch, &w->kv, LAYER, N_HEADS, 0.25f, in.queries, in.rotated, &what);
     }
@@ -515,10 +518,10 @@ static void naive_page(const world *w, const call *c, uint32_t row, uint32_t hea
     *n = (naive){ .m = -INFINITY };
     for (uint32_t t = page * 64; t < page * 64 + 64 && t <= pos && (c->op == DENSE || is_fixed(w, c, page, pos)); t++)
         naive_see(w, n, pos, head, t, reads_sealed(&w->s, page, pos));
-    if (c->op != LIST)
+    if (!is_list(c->op))
         return;
     uint32_t list = c->pick_of[row] * N_KV + head / (N_HEADS / N_KV);
-    for (uint32_t i = c->g0 * 8; i < c->counts[list] && i < c->g1 * 8; i++)
+    for (uint32_t i = c->g0 * group_units(c->op); i < c->counts[list] && i < c->g1 * group_units(c->op); i++)
         for (uint32_t t = 0; t < 16 && c->units[list * c->stride + i] / 4 == page; t++)
             naive_see(w, n, pos, head, c->units[list * c->stride + i] * 16 + t, !hsri_kv_is_plain(w->s.format));
 }
@@ -560,7 +563,7 @@ static void check_bits(world *w, const call *c, const float *part)
         check_equal(alone, part + row * per_row, per_row);
         free(alone);
     }
-    for (uint32_t g = c->g0; g < c->g1 && (c->op == DENSE || c->op == LIST); g++) {
+    for (uint32_t g = c->g0; g < c->g1 && (c->op == DENSE || is_list(c->op)); g++) {
         call   wave = *c;
         float *alone;
 
@@ -575,7 +578,7 @@ static void check_bits(world *w, const call *c, const float *part)
 
 /* ---- the calls ---- */
 
-enum { MOST_RUN = 150, N_POS = N_SOME + MOST_RUN, N_LISTS = 5, STRIDE = 40 };
+enum { MOST_RUN = 150, N_POS = N_SOME + MOST_RUN, N_LISTS = 5, STRIDE = 72, N_CALLS = 5 };
 
 /* How many rows side by side: over two page boundaries, or over one where they take ten times as long. */
 static uint32_t run_length(int32_t isa) { return CHECK_SANITIZED || isa == HSR_ISA_REFERENCE ? 70 : MOST_RUN; }
@@ -596,7 +599,7 @@ static uint32_t positions(const shape *s, uint32_t n_run, uint32_t *pos)
 
 static uint32_t make_lists(const shape *s, uint32_t *units, uint32_t *counts)
 {
-    static const uint32_t wanted[] = { 1, 8, 9, 37, 16, 3, 0, 40, 25, 24 };
+    static const uint32_t wanted[] = { 1, 8, 9, 37, 16, 3, 0, 40, 25, 70 };
     uint32_t n_units = s->n_tokens / 64 * 4;
 
     for (uint32_t list = 0; list < N_LISTS * N_KV; list++) {
@@ -604,8 +607,10 @@ static uint32_t make_lists(const shape *s, uint32_t *units, uint32_t *counts)
 
         counts[list] = 0;
         for (uint32_t i = 0; i < wanted[list % 10] && unit < n_units; i++) {
+            bool next = wanted[list % 10] > 40 || hsri_rng_unit(50, list * 100 + i) < 0.5;
+
             units[list * STRIDE + counts[list]++] = unit;
-            unit += hsri_rng_unit(50, list * 100 + i) < 0.5 ? 1 : 1 + (uint32_t)(4 * hsri_rng_unit(51, list * 100 + i));
+            unit += next ? 1 : 1 + (uint32_t)(4 * hsri_rng_unit(51, list * 100 + i));
         }
     }
     return N_LISTS;
@@ -614,12 +619,14 @@ static uint32_t make_lists(const shape *s, uint32_t *units, uint32_t *counts)
 static void test_shape(shape s, int32_t isa)
 {
     static const struct { int32_t n_threads; bool async; } variants[] = { { 1, false }, { 3, true }, { 2, false } };
-    uint32_t pos[N_POS], pick_of[N_POS], units[N_LISTS * N_KV * STRIDE] = { 0 }, counts[N_LISTS * N_KV];
-    uint32_t n = positions(&s, run_length(isa), pos);
-    float   *first[4] = { NULL }, *heard[4] = { NULL };
+    uint32_t pos[N_POS], pick_of[N_POS], run_of[N_POS], n = positions(&s, run_length(isa), pos);
+    uint32_t units[N_LISTS * N_KV * STRIDE] = { 0 }, counts[N_LISTS * N_KV];
+    float   *first[N_CALLS] = { NULL }, *heard[N_CALLS] = { NULL };
 
-    for (uint32_t i = 0; i < n; i++)
-        pick_of[i] = i < 6 ? i % N_LISTS : i * N_LISTS / n;
+    for (uint32_t i = 0; i < n; i++) {
+        run_of[i] = i * N_LISTS / n;
+        pick_of[i] = i < 6 ? i % N_LISTS : run_of[i];
+    }
     make_lists(&s, units, counts);
     call calls[] = {
         { .op = DENSE, .pos = pos, .n_rows = n, .g0 = 0, .g1 = (s.n_tokens + 1023) / 1024 },
@@ -627,13 +634,15 @@ static void test_shape(shape s, int32_t isa)
         { .op = FIXED_RUNS, .pos = pos, .n_rows = n, .g1 = 2 + (s.sink + 15) / 16 + (s.window + 15) / 16 },
         { .op = LIST, .pos = pos, .n_rows = n, .g0 = 0, .g1 = 5, .pick_of = pick_of, .units = units, .counts = counts, .n_picks = N_LISTS,
           .stride = STRIDE },
+        { .op = LIST_RUNS, .pos = pos, .n_rows = n, .g0 = 0, .g1 = 3, .pick_of = run_of, .units = units, .counts = counts,
+          .n_picks = N_LISTS, .stride = STRIDE },
     };
     for (uint32_t v = 0; v < (run_length(isa) < MOST_RUN ? 2 : sizeof variants / sizeof *variants); v++) {
         world  w = world_open(s, variants[v].n_threads, isa, variants[v].async);
         bool   rounds = s.plain == HSRI_KV_TYPE_BF16 || s.format == HSRI_KV_TYPE_INT8 || s.format == HSRI_KV_TYPE_COMPACT;
         double tolerance = rounds && w.dev->isa == HSR_ISA_AMX ? 0.03 : 2e-4;
 
-        for (uint32_t i = 0; i < 4; i++) {
+        for (uint32_t i = 0; i < N_CALLS; i++) {
             float   *part = run(&w, &calls[i]), *parts = run_parts(&w, &calls[i], v == 1);
             uint64_t n_parts = 2ull * n_listed(&calls[i]) * N_HEADS * w.n_pages;
 
@@ -652,7 +661,7 @@ static void test_shape(shape s, int32_t isa)
         }
         world_close(&w);
     }
-    for (uint32_t i = 0; i < 4; i++) {
+    for (uint32_t i = 0; i < N_CALLS; i++) {
         free(first[i]);
         free(heard[i]);
     }

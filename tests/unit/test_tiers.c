@@ -344,7 +344,8 @@ static hsr_status guess(world *w, uint32_t n, uint32_t layer, const hsri_residen
 static hsr_status attend_sparse(world *w, session **parts, uint32_t n, const hsri_residency *r, const uint64_t *ends, hsr_error *err)
 {
     hsri_lists lists = {
-        .counts = { .buf = w->lists_buf }, .units = { .buf = w->lists_buf, .offset = 256 }, .stride = LIST_UNITS, .n_picks = n,
+        .counts = { .buf = w->lists_buf }, .units = { .buf = w->lists_buf, .offset = 256 },
+        .stride = LIST_UNITS, .n_picks = n, .group_units = HSRI_LIST_GROUP_UNITS,
     };
     for (uint32_t layer = 0; layer < w->shape.n_layers; layer++) {
         uint32_t *counts = fake_at(&w->fake, lists.counts, 4), *units = fake_at(&w->fake, lists.units, 4);

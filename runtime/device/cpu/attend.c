@@ -14,17 +14,15 @@
 
 #include "base/array.h"
 
-#define LIST_PAGES (HSRI_LIST_GROUP_UNITS / HSRI_PAGE_UNITS)
 #define MACS_PER_NS 16u                /* of one thread, for estimates */
 
 _Static_assert(GROUP_PAGES * HSRI_PAGE_UNITS <= HSRI_UNITS_MAX, "a dense group fits a call");
 _Static_assert(HSRI_UNITS_SCRATCH <= HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH, "kernels of encoded pages have their scratch");
-_Static_assert(LIST_PAGES * HSRI_PAGE_UNITS == HSRI_LIST_GROUP_UNITS, "a list group fills whole pages");
+_Static_assert(HSRI_LIST_GROUP_UNITS % HSRI_PAGE_UNITS == 0, "a list group fills whole pages");
+_Static_assert(HSRI_RUN_GROUP_UNITS <= GROUP_PAGES * HSRI_PAGE_UNITS, "a group of a prompt run fits a call");
+_Static_assert(HSRI_RUN_GROUP_UNITS <= 2 * GROUP_PAGES, "and what a sequence is promised to hold at a time");
 
 /* ---- pieces ---- */
-
-/* Where a worker's scratch has what this file keeps beside the kernels' own part. */
-static uint8_t *gather_scratch(float *scratch) { return (uint8_t *)(scratch + HSRI_ATTEND_SCRATCH); }
 
 /* How many tokens a query at `pos` sees of those from `first` on, at most `most`. */
 static uint32_t visible_tokens(uint32_t pos, uint64_t first, uint32_t most)
@@ -32,7 +30,7 @@ static uint32_t visible_tokens(uint32_t pos, uint64_t first, uint32_t most)
     return pos < first ? 0 : (uint32_t)hsri_min(pos + 1 - first, most);
 }
 
-static void empty_partials(const attend_job *job, const query_set *set)
+void hsri_cpu_empty_partials(const attend_job *job, const query_set *set)
 {
     for (uint32_t i = 0; i < set->n; i++) {
         memset(set->partials[i], 0, (2 + job->kv->head_dim) * sizeof **set->partials);
@@ -99,7 +97,7 @@ static void dense_group(const attend_job *job, uint32_t row, uint32_t kv_head, u
     query_set       later;
 
     if (page >= end) {
-        empty_partials(job, set);
+        hsri_cpu_empty_partials(job, set);
         return;
     }
     for (bool first = true; page < end; page += n, first = false) {
@@ -148,7 +146,7 @@ static void bridge_group(const attend_job *job, const hsri_seq *seq, uint32_t kv
     uint32_t        w = seq->window_pages;
 
     if (!job->prompt_runs || q % 2 == 0 || q < seq->sink_pages + w)
-        empty_partials(job, set);
+        hsri_cpu_empty_partials(job, set);
     else if (hsri_kv_is_plain(seq->format))
         attend_plain(job, seq, &table, q - w, 1, set, scratch);
     else
@@ -176,7 +174,7 @@ static void fixed_group(const attend_job *job, uint32_t row, uint32_t kv_head, u
     if (first < end)
         attend_plain(job, seq, &table, (uint32_t)first, (uint32_t)hsri_min(GROUP_PAGES, end - first), set, scratch);
     else
-        empty_partials(job, set);
+        hsri_cpu_empty_partials(job, set);
 }
 
 /* ---- list groups ---- */
@@ -201,38 +199,65 @@ static void copy_unit(hsri_kv_type type, uint32_t d, uint8_t *page, uint32_t to,
     memcpy(page + values + to * n_lines * part, slot + values + from * n_lines * part, n_lines * part);
 }
 
+uint32_t hsri_cpu_gather_units(const attend_job *job, hsri_kv_type type, uint64_t *page_bytes)
+{
+    const uint64_t bytes = hsri_round_up(hsri_plain_page_bytes(type, job->kv->head_dim), 64);
+
+    *page_bytes = bytes;
+    return (uint32_t)hsri_min(HSRI_CPU_GATHER_SCRATCH * sizeof(float) / bytes * HSRI_PAGE_UNITS, HSRI_RUN_GROUP_UNITS);
+}
+
+void hsri_cpu_copy_units(hsri_kv_type type, uint32_t d, const uint8_t *const *slots, const uint8_t *units, uint32_t n_units, uint8_t *pages,
+                         uint64_t page_bytes)
+{
+    for (uint32_t i = 0; i < n_units; i++)
+        copy_unit(type, d, pages + i / HSRI_PAGE_UNITS * page_bytes, i % HSRI_PAGE_UNITS, slots[i], units[i]);
+}
+
+void hsri_cpu_attend_gathered(const attend_job *job, hsri_kv_type type, const uint8_t *gathered, uint64_t page_bytes, uint32_t n_units,
+                              const float *const *queries, const query_set *set, float *scratch)
+{
+    const uint8_t *pages[GROUP_PAGES];
+    uint32_t       visible[HSRI_ATTEND_MAX_QUERIES], n_pages = (uint32_t)hsri_div_up(n_units, HSRI_PAGE_UNITS);
+
+    for (uint32_t p = 0; p < n_pages; p++)
+        pages[p] = gathered + p * page_bytes;
+    for (uint32_t i = 0; i < set->n; i++)
+        visible[i] = n_units * HSRI_UNIT_TOKENS;
+    job->dev->kernels.attend[type](&(hsri_attend_args){ pages, n_pages, job->kv->head_dim, job->scale, set->n, queries, visible,
+                                                        set->partials, scratch });
+}
+
 /* Units of plain pages are put together to pages, so that the kernels of whole pages serve. */
 static void attend_plain_units(const attend_job *job, const hsri_seq *seq, const uint8_t *const *slots, const uint8_t *units,
                                uint32_t n_units, const query_set *set, float *scratch)
 {
-    const uint8_t *pages[LIST_PAGES];
-    uint32_t       visible[HSRI_ATTEND_MAX_QUERIES], d = job->kv->head_dim;
-    uint64_t       page_bytes = hsri_round_up(hsri_plain_page_bytes(seq->kv_type, d), 64);
+    uint8_t *pages = hsri_cpu_gather_scratch(scratch);
+    uint64_t page_bytes;
 
-    for (uint32_t i = 0; i < n_units; i++) {
-        uint32_t p = i / HSRI_PAGE_UNITS;
-        uint8_t *page = gather_scratch(scratch) + p * page_bytes;
-
-        pages[p] = page;
-        copy_unit(seq->kv_type, d, page, i % HSRI_PAGE_UNITS, slots[i], units[i]);
-    }
-    for (uint32_t i = 0; i < set->n; i++)
-        visible[i] = n_units * HSRI_UNIT_TOKENS;
-    job->dev->kernels.attend[seq->kv_type](&(hsri_attend_args){ pages, (uint32_t)hsri_div_up(n_units, HSRI_PAGE_UNITS), d, job->scale,
-                                                                set->n, set->queries, visible, set->partials, scratch });
+    hsri_cpu_gather_units(job, seq->kv_type, &page_bytes);
+    hsri_cpu_copy_units(seq->kv_type, job->kv->head_dim, slots, units, n_units, pages, page_bytes);
+    hsri_cpu_attend_gathered(job, seq->kv_type, pages, page_bytes, n_units, set->queries, set, scratch);
 }
 
-void hsri_cpu_attend_units(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint32_t *chosen, uint32_t n,
-                           const query_set *set, float *scratch)
+void hsri_cpu_find_units(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint32_t *chosen, uint32_t n,
+                             const uint8_t **slots, uint8_t *units)
 {
     hsri_page_table table = hsri_sealed_pages(job->dev, job->kv, seq, job->layer, kv_head);
-    const uint8_t  *slots[HSRI_LIST_GROUP_UNITS];
-    uint8_t         units[HSRI_LIST_GROUP_UNITS];
 
     for (uint32_t i = 0; i < n; i++) {
         slots[i] = hsri_page_at(&table, chosen[i] / HSRI_PAGE_UNITS);
         units[i] = (uint8_t)(chosen[i] % HSRI_PAGE_UNITS);
     }
+}
+
+void hsri_cpu_attend_units(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint32_t *chosen, uint32_t n,
+                           const query_set *set, float *scratch)
+{
+    const uint8_t *slots[HSRI_UNITS_MAX];
+    uint8_t        units[HSRI_UNITS_MAX];
+
+    hsri_cpu_find_units(job, seq, kv_head, chosen, n, slots, units);
     if (hsri_kv_is_plain(seq->format))
         attend_plain_units(job, seq, slots, units, n, set, scratch);
     else
@@ -245,7 +270,7 @@ static void list_group(const attend_job *job, uint32_t row, uint32_t kv_head, ui
     const uint32_t *chosen = hsri_cpu_list_group(job, row, kv_head, g, &n);
 
     if (n == 0)
-        empty_partials(job, set);
+        hsri_cpu_empty_partials(job, set);
     else
         hsri_cpu_attend_units(job, hsri_cpu_seq_of(job, row), kv_head, chosen, n, set, scratch);
 }
@@ -275,7 +300,7 @@ static void fill_set(const attend_job *job, uint32_t row, uint32_t row_end, uint
     hsri_cpu_fill_queries(job, row, row_end, head, head_end, set);
     for (uint32_t r = row; r < row_end; r++)
         for (uint32_t h = head; h < head_end; h++, n++)
-            set->partials[n] = job->part + (((uint64_t)r * job->n_heads + h) * job->n_groups + g - job->g0) * (2 + job->kv->head_dim);
+            set->partials[n] = hsri_cpu_partial_at(job, r, h, g);
 }
 
 static void attend_tile(const attend_job *job, uint32_t tile, uint32_t kv_head, uint32_t g, float *scratch)
@@ -379,6 +404,10 @@ static void cpu_attend_list(hsri_queue *q, const hsri_batch *batch, const hsri_k
     attend_job       job = hsri_cpu_attend_job(dev, batch, kv, layer, n_heads, scale, queries, rotated, g0, g1, part);
 
     job.lists = hsri_cpu_lists_of(dev, kv, batch->n_rows, pick_of, lists);
+    if (lists->group_units > HSRI_LIST_GROUP_UNITS) {
+        hsri_cpu_attend_runs(dev, &job, lists->n_picks);
+        return;
+    }
     job.run_end = pick_run_end;
     job.group = list_group;
     run_job(dev, &job, lists->n_picks, true, (uint64_t)batch->n_rows * (g1 - g0) * HSRI_LIST_GROUP_UNITS * HSRI_UNIT_TOKENS);

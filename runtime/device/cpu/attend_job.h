@@ -13,7 +13,7 @@
 /* Units of one layer and kv head, chosen for each pick. */
 typedef struct unit_lists {
     const uint32_t *units, *counts, *pick_of;
-    uint32_t        stride;
+    uint32_t        stride, group_units;
 } unit_lists;
 
 typedef struct attend_job attend_job;
@@ -48,6 +48,9 @@ struct attend_job {
 static inline const hsri_seq *hsri_cpu_seq_of(const attend_job *job, uint32_t row) { return &job->seqs[job->rows[row].seq]; }
 static inline uint32_t hsri_cpu_page_of(const attend_job *job, uint32_t row) { return job->rows[row].pos / HSRI_PAGE_TOKENS; }
 
+/* Where a worker's scratch has room for pages that are put together. */
+static inline uint8_t *hsri_cpu_gather_scratch(float *scratch) { return (uint8_t *)(scratch + HSRI_ATTEND_SCRATCH); }
+
 /* Where a worker's scratch has room for the partials of a call, beside the kernels' own part. */
 static inline float *hsri_cpu_piece_scratch(float *scratch) { return scratch + HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH; }
 
@@ -73,16 +76,21 @@ static inline unit_lists hsri_cpu_lists_of(const hsri_cpu_device *dev, const hsr
 
     return (unit_lists){ hsri_cpu_at(dev, lists->units, n_lists * lists->stride * sizeof(uint32_t)),
                          hsri_cpu_at(dev, lists->counts, n_lists * sizeof(uint32_t)),
-                         hsri_cpu_at(dev, pick_of, n_rows * sizeof(uint32_t)), lists->stride };
+                         hsri_cpu_at(dev, pick_of, n_rows * sizeof(uint32_t)), lists->stride, lists->group_units };
+}
+
+static inline float *hsri_cpu_partial_at(const attend_job *job, uint32_t row, uint32_t head, uint32_t g)
+{
+    return job->part + (((uint64_t)row * job->n_heads + head) * job->n_groups + g - job->g0) * (2 + job->kv->head_dim);
 }
 
 /* Units of list group g, and how many there are. */
 static inline const uint32_t *hsri_cpu_list_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, uint32_t *n)
 {
     uint64_t list = (uint64_t)job->lists.pick_of[row] * job->kv->n_kv_heads + kv_head;
-    uint64_t begin = (uint64_t)g * HSRI_LIST_GROUP_UNITS, count = job->lists.counts[list];
+    uint64_t begin = (uint64_t)g * job->lists.group_units, count = job->lists.counts[list];
 
-    *n = begin < count ? (uint32_t)hsri_min(count - begin, HSRI_LIST_GROUP_UNITS) : 0;
+    *n = begin < count ? (uint32_t)hsri_min(count - begin, job->lists.group_units) : 0;
     return job->lists.units + list * job->lists.stride + begin;
 }
 
@@ -90,6 +98,8 @@ static inline const uint32_t *hsri_cpu_list_group(const attend_job *job, uint32_
 
 attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer,
                                uint32_t n_heads, float scale, hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part);
+
+void hsri_cpu_empty_partials(const attend_job *job, const query_set *set);
 
 /* The queries of rows [row, row_end) of one sequence, heads [head, head_end); the set has no partials yet. */
 void hsri_cpu_fill_queries(const attend_job *job, uint32_t row, uint32_t row_end, uint32_t head, uint32_t head_end, query_set *set);
@@ -101,5 +111,23 @@ void hsri_cpu_attend_pages(const attend_job *job, const hsri_seq *seq, uint32_t 
 /* Partials of at most a list group of sealed units. */
 void hsri_cpu_attend_units(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint32_t *chosen, uint32_t n,
                            const query_set *set, float *scratch);
+
+/* Where sealed units are. */
+void hsri_cpu_find_units(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint32_t *chosen, uint32_t n,
+                         const uint8_t **slots, uint8_t *units);
+
+/* How many units of plain pages of a type a worker can put together, at most a group of a prompt run. */
+uint32_t hsri_cpu_gather_units(const attend_job *job, hsri_kv_type type, uint64_t *page_bytes);
+
+/* Put units of plain pages together to pages; partials of such. */
+void hsri_cpu_copy_units(hsri_kv_type type, uint32_t d, const uint8_t *const *slots, const uint8_t *units, uint32_t n_units, uint8_t *pages,
+                         uint64_t page_bytes);
+void hsri_cpu_attend_gathered(const attend_job *job, hsri_kv_type type, const uint8_t *gathered, uint64_t page_bytes, uint32_t n_units,
+                              const float *const *queries, const query_set *set, float *scratch);
+
+/* ---- attend_runs.c ---- */
+
+/* attend_list for picks that are prompt runs. */
+void hsri_cpu_attend_runs(hsri_cpu_device *dev, const attend_job *job, uint32_t n_picks);
 
 #endif

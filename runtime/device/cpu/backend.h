@@ -24,7 +24,8 @@ typedef struct hsri_cpu_buffer {
 /* Room for at least one row of any model, and for a step's rows of a small one. */
 #define HSRI_CPU_PREPARED_BYTES (8u << 20)
 
-/* Floats of a worker's scratch: the kernels' part; two pages put together from units; partials of a call. Encoding a page takes less. */
+/* Floats of a worker's scratch: the kernels' part; pages put together from units, two of the largest or a group of small ones; partials
+ * of a call. Encoding a page takes less. */
 #define HSRI_CPU_GATHER_SCRATCH (2u * (2u * HSRI_PAGE_TOKENS * HSRI_ATTEND_MAX_HEAD_DIM + HSRI_PAGE_HEADER_BYTES / 4u))
 #define HSRI_CPU_SCRATCH (HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH + HSRI_ATTEND_MAX_QUERIES * (HSRI_ATTEND_MAX_HEAD_DIM + 2u))
 

@@ -23,6 +23,18 @@ typedef struct hsri_units_args {
     hsri_calibration_record calibration;
 } hsri_units_args;
 
+/* Units of encoded pages that are to be as those of bf16 pages: unit i becomes unit i % 4 of page i / 4. Keys become those in the
+ * calibrated basis, less the calibration's mean key: the product with a rotated query lacks that of the plain one with the mean. */
+typedef struct hsri_lay_out_args {
+    const uint8_t *const *slots;    /* as in hsri_units_args */
+    const uint8_t  *units;
+    uint32_t        n_units;        /* at most HSRI_UNITS_MAX */
+    uint32_t        head_dim;
+    uint8_t        *pages;          /* of page_bytes each, 64-byte aligned */
+    uint64_t        page_bytes;
+    hsri_calibration_record calibration;
+} hsri_lay_out_args;
+
 #define HSRI_UNITS_MAX 64u          /* a dense group */
 /* Scores and weights of all queries, with gaps and sums; the codes of two pages as numbers, keys or values; scales, means and scaled
  * queries. */
@@ -40,6 +52,8 @@ typedef struct hsri_page_kernels {
     void (*encode[HSRI_N_KV_FORMATS])(uint8_t *slot, hsri_page_header *header, uint32_t d, const float *k, const float *v,
                                       const hsri_calibration_record *calibration, float *scratch);
     void (*attend[HSRI_N_KV_FORMATS])(const hsri_units_args *a);
+    /* pays where many queries attend the same units; NULL: it does not */
+    void (*lay_out[HSRI_N_KV_FORMATS])(const hsri_lay_out_args *a);
 } hsri_page_kernels;
 
 /* Of plain formats, the entries but those of `read` stay NULL; of the others, those of `read`. */
@@ -51,5 +65,6 @@ void hsri_page_kernels_fill_avx512(hsri_page_kernels *k);  /* x86/formats_avx512
 void hsri_page_kernels_fill_amx(hsri_page_kernels *k);     /* x86/formats_amx.c */
 
 void hsri_attend_compact_amx(const hsri_units_args *a);    /* x86/compact_amx.c */
+void hsri_lay_out_compact_amx(const hsri_lay_out_args *a); /* x86/compact_pages_amx.c */
 
 #endif

@@ -175,7 +175,7 @@ static void cpu_page_parts(hsri_queue *q, const hsri_batch *batch, const hsri_kv
 
     if (what->of == HSRI_PARTS_LISTS) {
         job.attend.lists = hsri_cpu_lists_of(dev, kv, batch->n_rows, what->pick_of, &what->lists);
-        pages = (uint64_t)(what->g1 - what->g0) * HSRI_LIST_GROUP_UNITS / HSRI_PAGE_UNITS;
+        pages = (uint64_t)(what->g1 - what->g0) * what->lists.group_units / HSRI_PAGE_UNITS;
     }
     hsri_cpu_run_items(dev, n, n * pages * job.attend.heads_per_kv * PAGE_NS, parts_run, &job);
 }

@@ -428,4 +428,5 @@ void hsri_page_kernels_fill_amx(hsri_page_kernels *k)
 {
     k->attend[HSRI_KV_TYPE_INT8] = attend_int8;
     k->attend[HSRI_KV_TYPE_COMPACT] = hsri_attend_compact_amx;
+    k->lay_out[HSRI_KV_TYPE_COMPACT] = hsri_lay_out_compact_amx;
 }
