@@ -147,7 +147,7 @@ INLINE void store_products(const work *w, const strips *x, const step *s, uint32
 /* Rows [row, end) of a step, at most four. */
 INLINE void weigh_rows(const work *w, const step *s, uint32_t row, uint32_t end)
 {
-    score_rows_at rows = { scores_of(w, s) + row * HSRI_PAGE_TOKENS, w->start[s->page % 2] + s->first + row,
+    score_rows_at rows = { scores_of(w, s) + row * HSRI_PAGE_TOKENS, w->start[s->page % 3] + s->first + row,
                            weights_of(w, s) + row * HSRI_PAGE_TOKENS, s->first + row, terms_of(w, s), row };
     switch (end - row) {
     case 1: softmax_units(1, s->run.n, w, &rows); break;
@@ -175,7 +175,7 @@ INLINE uint32_t part_of(const tiles *t, const step *s, uint32_t g) { return s->b
 /* Before the first scores of a page. */
 INLINE void unpack_page(const work *w, const strips *x, const tiles *t, const step *s)
 {
-    open_page(w, x, s->run.slot, t->n_queries, w->start[s->page % 2]);
+    open_page(w, x, s->run.slot, t->n_queries, w->start[s->page % 3]);
     unpack_keys(w, x, &s->run, s->next);
 }
 

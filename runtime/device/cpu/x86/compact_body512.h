@@ -73,9 +73,9 @@ typedef struct work {
     uint32_t *times, *plus;      /* [n_half * 16]: what makes bytes of codes of 6 bits: of each four components, even ones, then odd ones */
     uint16_t *ratios;            /* [n_half * 16]: steps of 1/512 of a byte of half a code */
     float   *scale, *mean;       /* [d], [d]: of a page's values */
-    /* of each query: score = start + factor * product, of a page and the next; then what start is made of; and the largest score so far
-     * and the sum of weights */
-    float   *start[2], *factor;
+    /* of each query: score = start + factor * product, where starts are those of a page, of the one before, whose weights may still be
+     * made, and of the next; then what a start is made of; and the largest score so far and the sum of weights */
+    float   *start[3], *factor;
     float   *base, *about, *mean_step;
     int32_t *mean_base;
     float   *top, *sum;
@@ -115,7 +115,7 @@ INLINE work work_of(const hsri_units_args *a, const strips *x)
     w.scale = take(&at, x->d);
     w.mean = take(&at, x->d);
     w.mean_base = take(&at, n + 16);
-    float **of_queries[] = { &w.start[0], &w.start[1], &w.factor, &w.base, &w.about, &w.mean_step, &w.top, &w.sum };
+    float **of_queries[] = { &w.start[0], &w.start[1], &w.start[2], &w.factor, &w.base, &w.about, &w.mean_step, &w.top, &w.sum };
     for (uint32_t i = 0; i < sizeof of_queries / sizeof *of_queries; i++) {
         *of_queries[i] = take(&at, n + 16);
     }
@@ -724,10 +724,10 @@ INLINE void attend_rows(uint32_t rows, const work *w, const strips *x)
     for (uint32_t i = 0, page = 0; i < a->n_units; i += run.n, page++) {
         run = run_at(a, i);
         const uint8_t *next = i + run.n < a->n_units ? a->slots[i + run.n] : NULL;
-        const float *starts = w->start[page % 2];
+        const float *starts = w->start[page % 3];
         score_rows(rows, w, x, &run, next);
         if (next) {
-            open_page(w, x, next, rows, w->start[(page + 1) % 2]);
+            open_page(w, x, next, rows, w->start[(page + 1) % 3]);
         }
         read_value_scales(w, x, run.slot);
         softmax_units(rows < FOUR ? rows : FOUR, run.n, w, &(score_rows_at) { w->scores, starts, w->weights, 0, w->terms, 0 });
