@@ -199,14 +199,6 @@ static void copy_unit(hsri_kv_type type, uint32_t d, uint8_t *page, uint32_t to,
     memcpy(page + values + to * n_lines * part, slot + values + from * n_lines * part, n_lines * part);
 }
 
-uint32_t hsri_cpu_gather_units(const attend_job *job, hsri_kv_type type, uint64_t *page_bytes)
-{
-    const uint64_t bytes = hsri_round_up(hsri_plain_page_bytes(type, job->kv->head_dim), 64);
-
-    *page_bytes = bytes;
-    return (uint32_t)hsri_min(HSRI_CPU_GATHER_SCRATCH * sizeof(float) / bytes * HSRI_PAGE_UNITS, HSRI_RUN_GROUP_UNITS);
-}
-
 void hsri_cpu_copy_units(hsri_kv_type type, uint32_t d, const uint8_t *const *slots, const uint8_t *units, uint32_t n_units, uint8_t *pages,
                          uint64_t page_bytes)
 {
@@ -232,16 +224,15 @@ void hsri_cpu_attend_gathered(const attend_job *job, hsri_kv_type type, const ui
 static void attend_plain_units(const attend_job *job, const hsri_seq *seq, const uint8_t *const *slots, const uint8_t *units,
                                uint32_t n_units, const query_set *set, float *scratch)
 {
-    uint8_t *pages = hsri_cpu_gather_scratch(scratch);
-    uint64_t page_bytes;
+    uint8_t       *pages = hsri_cpu_gather_scratch(scratch);
+    const uint64_t page_bytes = hsri_cpu_gathered_bytes(job, seq->kv_type);
 
-    hsri_cpu_gather_units(job, seq->kv_type, &page_bytes);
     hsri_cpu_copy_units(seq->kv_type, job->kv->head_dim, slots, units, n_units, pages, page_bytes);
     hsri_cpu_attend_gathered(job, seq->kv_type, pages, page_bytes, n_units, set->queries, set, scratch);
 }
 
 void hsri_cpu_find_units(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint32_t *chosen, uint32_t n,
-                             const uint8_t **slots, uint8_t *units)
+                         const uint8_t **slots, uint8_t *units)
 {
     hsri_page_table table = hsri_sealed_pages(job->dev, job->kv, seq, job->layer, kv_head);
 

@@ -51,6 +51,12 @@ static inline uint32_t hsri_cpu_page_of(const attend_job *job, uint32_t row) { r
 /* Where a worker's scratch has room for pages that are put together. */
 static inline uint8_t *hsri_cpu_gather_scratch(float *scratch) { return (uint8_t *)(scratch + HSRI_ATTEND_SCRATCH); }
 
+/* From one of them to the next. */
+static inline uint64_t hsri_cpu_gathered_bytes(const attend_job *job, hsri_kv_type type)
+{
+    return hsri_round_up(hsri_plain_page_bytes(type, job->kv->head_dim), 64);
+}
+
 /* Where a worker's scratch has room for the partials of a call, beside the kernels' own part. */
 static inline float *hsri_cpu_piece_scratch(float *scratch) { return scratch + HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH; }
 
@@ -115,9 +121,6 @@ void hsri_cpu_attend_units(const attend_job *job, const hsri_seq *seq, uint32_t 
 /* Where sealed units are. */
 void hsri_cpu_find_units(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint32_t *chosen, uint32_t n,
                          const uint8_t **slots, uint8_t *units);
-
-/* How many units of plain pages of a type a worker can put together, at most a group of a prompt run. */
-uint32_t hsri_cpu_gather_units(const attend_job *job, hsri_kv_type type, uint64_t *page_bytes);
 
 /* Put units of plain pages together to pages; partials of such. */
 void hsri_cpu_copy_units(hsri_kv_type type, uint32_t d, const uint8_t *const *slots, const uint8_t *units, uint32_t n_units, uint8_t *pages,

@@ -60,7 +60,8 @@ static gathered how_to_gather(const run_group *r)
     gathered x = { .type = hsri_kv_is_plain(r->seq->format) ? r->seq->kv_type : HSRI_KV_TYPE_BF16,
                    .rotated = !hsri_kv_is_plain(r->seq->format) };
 
-    x.most_units = hsri_cpu_gather_units(r->job, x.type, &x.page_bytes);
+    x.page_bytes = hsri_cpu_gathered_bytes(r->job, x.type);
+    x.most_units = (uint32_t)(HSRI_CPU_GATHER_SCRATCH * sizeof(float) / x.page_bytes) * HSRI_PAGE_UNITS;
     return x;
 }
 

@@ -353,45 +353,33 @@ static contest contest_of(const select_job *job, const pick_state *p, uint32_t k
                       .rivals = (uint64_t *)(work + most), .best = (float *)(work + 3 * most) };
 }
 
-static inline uint32_t word_of(float worth)
+/* All that are worth at least so much take part. */
+static void enter(contest *c, float least)
 {
-    uint32_t word;
-
-    memcpy(&word, &worth, sizeof word);
-    return word;
+    c->n = c->job->dev->kernels.sparse.reach(c->worth, c->n_all, least, c->index);
 }
 
-static inline float worth_of(uint32_t word)
-{
-    float worth;
-
-    memcpy(&worth, &word, sizeof worth);
-    return worth;
-}
-
-/* All that are worth at least so much take part; returns how many tokens they have. */
-static uint64_t enter(contest *c, float least)
+static uint64_t tokens_of(const contest *c)
 {
     uint64_t tokens = 0;
 
-    c->n = c->job->dev->kernels.sparse.reach(c->worth, c->n_all, least, c->index);
     for (uint32_t i = 0; i < c->n; i++)
         tokens += c->tokens[c->index[i]];
     return tokens;
 }
 
 /* First by a bar that as many reach as there would be of twice the usual size, since those are worth more: that leaves few. If they have
- * too few tokens, by a lower one, and then all enter. */
-static uint64_t enter_best(contest *c, uint64_t limit)
+ * too few tokens, by a lower one, and then all enter. True: all of these may be taken. */
+static bool enter_best(contest *c, uint64_t limit)
 {
     c->n_sets = hsri_top_sets(&c->job->dev->kernels.sparse, c->worth, c->n_all, c->best);
     for (uint32_t size = 2 * c->usual; size > c->usual / 8 && limit / size + 1 < c->n_sets; size /= 2) {
-        uint64_t tokens = enter(c, hsri_top_bar(c->best, c->n_sets, (uint32_t)(limit / size + 1), c->index));
-
-        if (tokens > limit)
-            return tokens;
+        enter(c, hsri_top_bar(c->best, c->n_sets, (uint32_t)(limit / size + 1), c->index));
+        if (tokens_of(c) > limit)
+            return false;
     }
-    return enter(c, 0.0f);
+    enter(c, 0.0f);
+    return tokens_of(c) <= limit;
 }
 
 /* The best bins together have no more than *left tokens, the next one down, which is returned, would have; *left: what it may have. */
@@ -415,10 +403,10 @@ static void find_range(const contest *c, uint32_t *low, uint32_t *high, uint64_t
         highest = c->best[i] > highest ? c->best[i] : highest;
     for (uint32_t i = c->n_sets * HSRI_TOP_SET; i < c->n_all; i++)
         highest = c->worth[i] > highest ? c->worth[i] : highest;
-    *high = word_of(highest);
+    *high = hsri_word_of(highest);
     from = *high > BINS * BIN_WORDS ? *high - BINS * BIN_WORDS + 1 : 0;
     for (uint32_t i = 0; i < c->n; i++) {
-        uint32_t word = word_of(c->worth[c->index[i]]);
+        uint32_t word = hsri_word_of(c->worth[c->index[i]]);
 
         tokens[word > from ? (word - from) / BIN_WORDS : 0] += c->tokens[c->index[i]];
     }
@@ -459,13 +447,13 @@ static void take_best(contest *c, uint64_t limit)
 {
     uint64_t left = limit;
     uint32_t low, high, n_rivals = 0, n = 0, bar = 0;
-    bool     all = enter_best(c, limit) <= limit;
+    bool     all = enter_best(c, limit);
 
     if (!all) {
         find_range(c, &low, &high, &left);
-        enter(c, worth_of(low));
+        enter(c, hsri_float_of(low));
         for (uint32_t i = 0; i < c->n; i++) {
-            uint32_t word = word_of(c->worth[c->index[i]]);
+            uint32_t word = hsri_word_of(c->worth[c->index[i]]);
 
             c->rivals[n_rivals] = (uint64_t)word << 32 | c->tokens[c->index[i]];
             n_rivals += word <= high;
@@ -473,7 +461,7 @@ static void take_best(contest *c, uint64_t limit)
         bar = find_bar(c->rivals, n_rivals, low, high, &left);
     }
     for (uint32_t i = 0; i < c->n; i++) {
-        uint32_t k = c->index[i], word = word_of(c->worth[k]);
+        uint32_t k = c->index[i], word = hsri_word_of(c->worth[k]);
         bool     equal = !all && word == bar, fits = c->tokens[k] <= left;
 
         if (equal)
@@ -735,18 +723,21 @@ static void mark_segment(const select_job *job, const pick_state *p, uint32_t kv
     const uint8_t  *record = record_at(job, p, kv_head, segment);
     const uint16_t *starts = (const uint16_t *)(record + layout.starts), *positions = (const uint16_t *)(record + layout.positions);
     const uint32_t *taken = job->first_taken + firsts_at(job, p, kv_head) + segment, *clusters = taken_at(job, p, kv_head);
-    uint8_t         pages[HSRI_SEGMENT_PAGES];
+    uint32_t       *marks = marks_at(job, p, kv_head, segment);
+    uint8_t         pages[HSRI_SEGMENT_PAGES] = { 0 };  /* not bits: a word that many add to is waited for */
 
-    /* A byte for each page: a word of bits that many add to is waited for. */
-    memset(pages, p->all_clusters, sizeof pages);
-    for (uint32_t i = taken[0]; i < taken[1] && !p->all_clusters; i++) {
+    if (p->all_clusters) {
+        memset(marks, 0xff, HSRI_MARK_WORDS * sizeof *marks);
+        return;
+    }
+    for (uint32_t i = taken[0]; i < taken[1]; i++) {
         uint32_t k = clusters[i] % CLUSTERS;
 
         fetch_tokens(record, &layout, k, starts[k], starts[k + 1]);
         for (uint32_t t = starts[k]; t < starts[k + 1]; t++)
             pages[positions[t] / HSRI_PAGE_TOKENS] = 1;
     }
-    write_marks(pages, marks_at(job, p, kv_head, segment));
+    write_marks(pages, marks);
 }
 
 static void mark_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)

@@ -54,15 +54,10 @@ uint32_t hsri_top_sets(const hsri_sparse_kernels *kernels, const float *values, 
 
 float hsri_top_bar(const float *largest, uint32_t n_sets, uint32_t want, uint32_t *work)
 {
-    uint32_t bits;
-    float    bar;
-
     if (want >= n_sets || want == 0)
         return 0.0f;
     memmove(work, largest, n_sets * sizeof *work);
-    bits = find_threshold(work, n_sets, &want);
-    memcpy(&bar, &bits, sizeof bar);
-    return bar;
+    return hsri_float_of(find_threshold(work, n_sets, &want));
 }
 
 hsri_top hsri_top_of(const hsri_sparse_kernels *kernels, const float *values, uint32_t n, uint32_t want, uint32_t *work)
@@ -72,26 +67,19 @@ hsri_top hsri_top_of(const hsri_sparse_kernels *kernels, const float *values, ui
 
     if (want == 0)
         return (hsri_top){ UINT32_MAX, 0 };
-    if (want >= left) {
-        memcpy(&threshold, &bar, sizeof bar);
-        return (hsri_top){ threshold, UINT32_MAX };
-    }
-    for (uint32_t i = 0; i < left; i++) {
-        float value = values[work[i]] + 0.0f;       /* -0 is 0 */
-
-        memcpy(&work[i], &value, sizeof value);
-    }
+    if (want >= left)
+        return (hsri_top){ hsri_word_of(bar), UINT32_MAX };
+    for (uint32_t i = 0; i < left; i++)
+        work[i] = hsri_word_of(values[work[i]] + 0.0f);     /* -0 is 0 */
     threshold = find_threshold(work, left, &want);
     return (hsri_top){ threshold, want };
 }
 
 uint32_t hsri_top_list(const hsri_sparse_kernels *kernels, hsri_top top, const float *values, uint32_t n, uint32_t *out)
 {
-    float    bar;
     uint32_t n_out = 0;
 
-    memcpy(&bar, &top.threshold, sizeof bar);
-    n = kernels->reach(values, n, bar, out);
+    n = kernels->reach(values, n, hsri_float_of(top.threshold), out);
     for (uint32_t i = 0; i < n; i++) {
         uint32_t number = out[i];
 

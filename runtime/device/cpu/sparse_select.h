@@ -12,6 +12,23 @@
 /* Less than anything that competes; so is NaN. */
 #define HSRI_NO_WORTH (-1.0f)
 
+/* The bits of a float: of those that are not negative, larger ones have larger words. And back. */
+static inline uint32_t hsri_word_of(float value)
+{
+    uint32_t word;
+
+    memcpy(&word, &value, sizeof word);
+    return word;
+}
+
+static inline float hsri_float_of(uint32_t word)
+{
+    float value;
+
+    memcpy(&value, &word, sizeof value);
+    return value;
+}
+
 /* What belongs to the best: everything above the threshold, and of what equals it the first `ties`. */
 typedef struct hsri_top {
     uint32_t threshold;     /* bits of a float */
@@ -34,12 +51,10 @@ float hsri_top_bar(const float *largest, uint32_t n_sets, uint32_t want, uint32_
 /* Whether the next value, in the order of positions, is taken. */
 static inline bool hsri_top_takes(hsri_top *top, float value)
 {
-    uint32_t bits;
+    uint32_t bits = hsri_word_of(value + 0.0f);     /* -0 is 0 */
 
     if (!(value >= 0.0f))
         return false;
-    value += 0.0f;          /* -0 is 0 */
-    memcpy(&bits, &value, sizeof bits);
     if (bits != top->threshold || top->ties == 0)
         return bits > top->threshold;
     top->ties--;

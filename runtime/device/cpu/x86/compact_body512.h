@@ -188,13 +188,6 @@ INLINE uint32_t strip_lanes(const strips *x, uint32_t s)
     return behind < 16 ? behind : 16;
 }
 
-/* What scale bytes stand for, but for their unit. */
-INLINE __m512 scales_of(__m128i bytes)
-{
-    __m512i v = _mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), HSRI_SCALE_SHIFT);
-    return _mm512_castsi512_ps(_mm512_add_epi32(v, _mm512_set1_epi32((int)HSRI_SCALE_BIAS)));
-}
-
 /* Strip s of a page's scale bytes. */
 INLINE __m128i scale_bytes(const strips *x, const uint8_t *slot, uint32_t s)
 {

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "device/cpu/kernels.h"
+#include "device/cpu/x86/lanes512.h"
 #include "device/formats.h"
 
 #define INLINE static inline __attribute__((always_inline))
@@ -20,8 +21,7 @@ typedef struct channels {
 
 INLINE __m512 scales_at(const uint8_t *bytes, float unit)
 {
-    __m512i v = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes)), HSRI_SCALE_SHIFT);
-    return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_add_epi32(v, _mm512_set1_epi32((int)HSRI_SCALE_BIAS))), _mm512_set1_ps(unit));
+    return _mm512_mul_ps(scales_of(_mm_loadu_si128((const __m128i *)bytes)), _mm512_set1_ps(unit));
 }
 
 INLINE float key_middle(uint32_t d, uint32_t j) { return j >= d / 2 ? 1.5f : j < hsri_n6(d) ? 31.5f : 7.5f; }
@@ -122,7 +122,7 @@ INLINE void lay_out_unit(const channels *c, const uint8_t *slot, uint32_t d, uin
     }
 }
 
-/* The slot of the unit `ahead` places on, if there is one. */
+/* The slot of unit i > 0, if there is one and it is not that of the unit before. */
 static void fetch_slot(const hsri_lay_out_args *a, uint32_t i, uint64_t bytes)
 {
     for (uint64_t at = 0; i < a->n_units && a->slots[i] != a->slots[i - 1] && at < bytes; at += 64) {

@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include "device/cpu/formats_encode.h"
+#include "device/cpu/x86/lanes512.h"
 
 #define WIDTH 16u
 /* Registers: even and odd chains of 6 x 2, or sums of 6 x 4, are 24 of 32. */
@@ -15,8 +16,6 @@
 
 typedef __m512  vec;
 typedef __m512i ivec;
-
-static inline __mmask16 lanes(uint32_t n) { return n >= WIDTH ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1u); }
 
 static inline vec vec_zero(void) { return _mm512_setzero_ps(); }
 static inline vec vec_set(float f) { return _mm512_set1_ps(f); }
@@ -52,11 +51,7 @@ static inline vec vec_int8_n(const uint8_t *p, uint32_t n)
 }
 
 /* What scale bytes stand for. */
-static inline vec vec_scale_bytes(const uint8_t *p)
-{
-    __m512i v = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(v, HSRI_SCALE_SHIFT), _mm512_set1_epi32((int)HSRI_SCALE_BIAS)));
-}
+static inline vec vec_scale_bytes(const uint8_t *p) { return scales_of(_mm_loadu_si128((const __m128i *)p)); }
 
 /* A permutation looks at the low four bits of an index only, so it masks a code and makes it a number in one step. Its table repeats
  * where codes are shorter. */

@@ -6,8 +6,17 @@
 #include <immintrin.h>
 #include <stdint.h>
 
+#include "device/formats.h"
+
 /* The first n lanes, all if there are fewer lanes. */
 static inline __mmask16 lanes(uint32_t n) { return n >= 16 ? (__mmask16)0xffff : (__mmask16)((1u << n) - 1u); }
+
+/* What scale bytes stand for, but for their unit. */
+static inline __attribute__((always_inline)) __m512 scales_of(__m128i bytes)
+{
+    __m512i v = _mm512_slli_epi32(_mm512_cvtepu8_epi32(bytes), HSRI_SCALE_SHIFT);
+    return _mm512_castsi512_ps(_mm512_add_epi32(v, _mm512_set1_epi32((int)HSRI_SCALE_BIAS)));
+}
 
 /* 2^t: 2^floor(t) times a polynomial of the fraction, right to 8e-5, a fiftieth of what rounding to bf16 may move it. NaN stays NaN. */
 static inline __attribute__((always_inline)) __m512 exp2_near(__m512 t)
