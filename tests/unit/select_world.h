@@ -12,6 +12,7 @@
 #include "check.h"
 #include "device/cpu/backend.h"
 #include "index_oracle.h"
+#include "open_device.h"
 
 #define LAYERS 2u
 #define LAYER 1u
@@ -34,10 +35,7 @@ static inline rig rig_open(int32_t n_threads, int32_t isa, bool async)
 {
     rig r = { 0 };
 
-    CHECK(hsri_cpu_device_create(n_threads, isa, NULL, &r.dev, NULL) == HSR_OK);
-    if (async)
-        CHECK(hsri_async_device_create(r.dev, &r.dev, NULL) == HSR_OK);
-    CHECK(r.dev->queue_create(r.dev, &r.q, NULL) == HSR_OK);
+    open_device(n_threads, isa, async, &r.dev, &r.q);
     return r;
 }
 

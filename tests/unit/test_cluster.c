@@ -11,6 +11,7 @@
 #include "check.h"
 #include "device/cpu/backend.h"
 #include "index_oracle.h"
+#include "open_device.h"
 
 #define LAYERS 1u
 #define KV_HEADS 2u
@@ -130,10 +131,7 @@ static uint8_t *run_cluster(const world *w, int32_t n_threads, int32_t isa, bool
     hsri_cluster list[SEGMENTS * LISTS];
     uint8_t     *pool = hsri_new_aligned(w->pool_bytes, 1);
 
-    CHECK(hsri_cpu_device_create(n_threads, isa, NULL, &dev, NULL) == HSR_OK);
-    if (async)
-        CHECK(hsri_async_device_create(dev, &dev, NULL) == HSR_OK);
-    CHECK(dev->queue_create(dev, &q, NULL) == HSR_OK);
+    open_device(n_threads, isa, async, &dev, &q);
     hsri_ref     d_pool = upload(dev, q, w->pool, w->pool_bytes), index = upload(dev, q, w->slabs, w->n_slabs * sizeof *w->slabs);
     hsri_ref     strips = upload(dev, q, w->strips, sizeof w->strips);
     hsri_ref     calibration = upload(dev, q, w->calibration, LISTS * hsri_calibration_floats(w->d) * sizeof(float)), d_list;

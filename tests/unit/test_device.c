@@ -18,6 +18,7 @@
 #include "device/cpu/backend.h"
 #include "device/device.h"
 #include "kv/page.h"
+#include "open_device.h"
 
 #define MIB (1u << 20)
 #define NONE ((hsri_ref){ 0 })
@@ -36,10 +37,7 @@ static rig rig_open(int32_t n_threads, int32_t isa, bool async)
 {
     rig r = { 0 };
 
-    CHECK(hsri_cpu_device_create(n_threads, isa, NULL, &r.dev, NULL) == HSR_OK);
-    if (async)
-        CHECK(hsri_async_device_create(r.dev, &r.dev, NULL) == HSR_OK);
-    CHECK(r.dev->queue_create(r.dev, &r.q, NULL) == HSR_OK);
+    open_device(n_threads, isa, async, &r.dev, &r.q);
     return r;
 }
 

@@ -9,6 +9,7 @@
 #include "base/rng.h"
 #include "check.h"
 #include "device/device.h"
+#include "open_device.h"
 
 enum { N_LAYERS = 3, LAYER = 1, N_KV = 2, N_HEADS = 6, D = 16, N_SEQS = 3, N_ROWS = 9, N_LISTED = 6, N_PAGES = 150, N_RUNS = 3, ROOM = 32 };
 
@@ -25,10 +26,7 @@ static world world_open(int32_t n_threads, bool async)
 {
     world w = { .kv = { .n_layers = N_LAYERS, .n_kv_heads = N_KV, .head_dim = D } };
 
-    CHECK(hsri_cpu_device_create(n_threads, HSR_ISA_REFERENCE, NULL, &w.dev, NULL) == HSR_OK);
-    if (async)
-        CHECK(hsri_async_device_create(w.dev, &w.dev, NULL) == HSR_OK);
-    CHECK(w.dev->queue_create(w.dev, &w.q, NULL) == HSR_OK);
+    open_device(n_threads, HSR_ISA_REFERENCE, async, &w.dev, &w.q);
     return w;
 }
 

@@ -12,6 +12,7 @@
 #include "device/cpu/backend.h"
 #include "device/cpu/pages.h"
 #include "device/device.h"
+#include "open_device.h"
 
 #define MIB (1u << 20)
 
@@ -213,10 +214,7 @@ static world world_open(shape s, int32_t n_threads, int32_t isa, bool async)
 {
     world w = { .s = s, .n_pages = (s.n_tokens + 63) / 64 };
 
-    CHECK(hsri_cpu_device_create(n_threads, isa, NULL, &w.dev, NULL) == HSR_OK);
-    if (async)
-        CHECK(hsri_async_device_create(w.dev, &w.dev, NULL) == HSR_OK);
-    CHECK(w.dev->queue_create(w.dev, &w.q, NULL) == HSR_OK);
+    open_device(n_threads, isa, async, &w.dev, &w.q);
     hsri_kernels_fill(&w.reference, HSR_ISA_REFERENCE);
     w.calibration = make_calibration(s.d);
     w.kv = (hsri_kv_view){ .n_layers = N_LAYERS, .n_kv_heads = N_KV, .head_dim = s.d,
