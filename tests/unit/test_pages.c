@@ -681,5 +681,7 @@ int main(int argc, char **argv)
         test_shape((shape){ HSRI_KV_TYPE_BF16, HSRI_KV_TYPE_COMPACT, 48, 0, 17, 1400 }, isa);
         test_shape((shape){ HSRI_KV_TYPE_F32, HSRI_KV_TYPE_VTQ, 32, 2, 1, 1400 }, isa);
     }
+    /* Pages so large that a group of a prompt run is put together in pieces: the same at all levels. */
+    test_shape((shape){ HSRI_KV_TYPE_F32, HSRI_KV_TYPE_F32, 192, 1, 2, 1400 }, last);
     return CHECK_REPORT();
 }
