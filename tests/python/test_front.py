@@ -18,6 +18,7 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import hisparse_rt as hs
@@ -754,6 +755,24 @@ def test_threads_that_share_a_stream_take_turns(model) -> None:
         thread.join()
     assert failures == [] and len(stream.tokens) == 400 and stream.finish_reason == "length"
     assert sorted(pieces) == sorted(stream._pieces + [""] * pieces.count(""))
+
+
+def test_an_event_is_kept_before_the_next_is_read(model, monkeypatch) -> None:
+    """Whoever comes while another thread has an event and has not kept it yet is refused, and takes nothing."""
+    stream = hs.generate(model, "hello", stream=True, max_tokens=4, ignore_eos=True)
+    take, tried = stream._session._next, []
+
+    def take_and_be_interrupted(*arguments):
+        status = take(*arguments)
+        if not tried:
+            with ThreadPoolExecutor(1) as other:
+                tried.append(other.submit(next, stream))
+        return status
+
+    monkeypatch.setattr(stream._session, "_next", take_and_be_interrupted)
+    assert len("".join(stream)) > 0 and len(stream.tokens) == 4
+    with pytest.raises(hs.BusyError, match="another thread"):
+        tried[0].result()
 
 
 # ---- threads ----------------------------------------------------------------------------------------------------
