@@ -148,6 +148,14 @@ class EngineStats:
     """Pages that left warm memory for others."""
     prefetch: dict[str, PrefetchStats]
     """The cold_prefetch counters by source: those of `load(prefetch_sources=...)`, and "late", what was not waited for."""
+    attend_ns: int
+    """Of the time of steps (and of `Session.fill`): attention over pages that were chosen, or all."""
+    select_ns: int
+    """Choosing them."""
+    seal_ns: int
+    """Encoding full pages and their index entries."""
+    cluster_ns: int
+    """Cluster records of the index."""
 
 
 class _Native:

@@ -541,6 +541,8 @@ static hsr_status async_reserve_sampling(hsri_device *dev, uint32_t n_rows, uint
     return async_of(dev)->inner->reserve_sampling(async_of(dev)->inner, n_rows, n_tokens, err);
 }
 
+static hsri_spent async_spent(hsri_device *dev) { return async_of(dev)->inner->spent(async_of(dev)->inner); }
+
 /* ---- life ---- */
 
 /* The thread inherits the signal mask: the host's handlers shall run on its own threads. */
@@ -663,7 +665,7 @@ hsr_status hsri_async_device_create(hsri_device *inner, hsri_device **dev, hsr_e
         .reserve = async_reserve, .host_range = async_host_range, .commit = async_commit,
         .decommit = async_decommit, .free = async_free, .reserve_sampling = async_reserve_sampling,
         .queue_create = async_queue_create, .queue_destroy = async_queue_destroy, .copy_in = async_copy_in, .copy_out = async_copy_out,
-        .copy = async_copy, .wait = async_wait, .destroy = async_destroy,
+        .copy = async_copy, .wait = async_wait, .spent = async_spent, .destroy = async_destroy,
     };
     fill_ops(&async->base.ops);
     *dev = &async->base;

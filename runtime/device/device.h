@@ -237,6 +237,12 @@ typedef struct hsri_ops {
                     const hsri_matrix *down, hsri_ref down_bias, uint32_t n_rows, hsri_ref scratch, hsri_ref ffn);
 } hsri_ops;
 
+/* Where the time of operations went, in ns since the device was created: of attending and merging, of rotating and choosing, of encoding
+ * and indexing pages, and of making cluster records. Other operations are not told apart. */
+typedef struct hsri_spent {
+    uint64_t attend, select, seal, cluster;
+} hsri_spent;
+
 /* A back end in use by one engine. */
 struct hsri_device {
     const char *name;                 /* "cpu", "cpu-async" */
@@ -264,6 +270,8 @@ struct hsri_device {
     void       (*copy_out)(hsri_queue *q, void *dst, hsri_ref src, uint64_t bytes);
     void       (*copy)(hsri_queue *q, hsri_ref dst, hsri_ref src, uint64_t bytes);
     hsr_status (*wait)(hsri_queue *q, hsr_error *err);     /* everything enqueued is done; reports and clears the queue's failure */
+
+    hsri_spent (*spent)(hsri_device *dev);                  /* no operation is under way */
 
     void       (*destroy)(hsri_device *dev);
 };

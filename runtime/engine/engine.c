@@ -282,6 +282,11 @@ void hsri_engine_publish(hsr_engine *e)
     out->slot_bytes = e->shape.view.slot_bytes[e->model->hp.weight_dtype == HSRI_DTYPE_F32 ? HSRI_KV_TYPE_F32 : HSRI_KV_TYPE_BF16];
     out->hot_slots_used = out->hot_slots_wasted = out->pages_open = out->pages_full = out->pages_sealed = 0;
     hsri_cold_publish(e);
+    const hsri_spent spent = e->dev->spent(e->dev);
+    out->attend_ns = spent.attend;
+    out->select_ns = spent.select;
+    out->seal_ns = spent.seal;
+    out->cluster_ns = spent.cluster;
     for (uint32_t i = 0; i < e->n_sessions; i++) {
         hsri_cache_stats c;
         hsri_cache_get_stats(e->sessions[i]->cache, &c);

@@ -176,3 +176,15 @@ def test_rollback_and_rebuild_keep_the_bits(paths):
                 for i in range(appends[0], LENGTH):
                     assert np.array_equal(s.logits(IDS[i : i + 1])[0], want[i])
                 s.truncate(appends[0])
+
+
+def test_time_is_told_by_what_it_went_to(paths):
+    """Parts of the time of steps; what a session does not do takes none."""
+    with hs.load(paths / "tiny.hsr", threads=1) as model:
+        run(model, [LENGTH], RULES["decode"][0], profile="exact")
+        dense = model.stats()
+        run(model, [LENGTH], RULES["decode"][0])
+        both = model.stats()
+    assert dense.attend_ns > 0 and dense.seal_ns > 0 and dense.select_ns == dense.cluster_ns == 0
+    assert both.attend_ns > dense.attend_ns and both.select_ns > 0
+    assert both.attend_ns + both.select_ns + both.seal_ns < both.prefill_ns + both.decode_ns

@@ -354,6 +354,7 @@ static void run_job(hsri_cpu_device *dev, attend_job *job, uint32_t n_runs, bool
 static void cpu_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                        hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
 {
+    HSRI_CPU_TIMED(q, attend);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     attend_job       job = hsri_cpu_attend_job(dev, batch, kv, layer, n_heads, scale, queries, rotated, g0, g1, part);
     uint64_t         pairs = 0;
@@ -372,6 +373,7 @@ static void cpu_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
 static void cpu_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                              hsri_ref queries, hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part)
 {
+    HSRI_CPU_TIMED(q, attend);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     attend_job       job = hsri_cpu_attend_job(dev, batch, kv, layer, n_heads, scale, queries, rotated, 0, n_fixed, part);
     uint64_t         pairs = 0;
@@ -391,6 +393,7 @@ static void cpu_attend_list(hsri_queue *q, const hsri_batch *batch, const hsri_k
                             hsri_ref queries, hsri_ref rotated, hsri_ref pick_of, const hsri_lists *lists, uint32_t g0, uint32_t g1,
                             hsri_ref part)
 {
+    HSRI_CPU_TIMED(q, attend);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     attend_job       job = hsri_cpu_attend_job(dev, batch, kv, layer, n_heads, scale, queries, rotated, g0, g1, part);
 
@@ -449,6 +452,7 @@ static void merge_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
 static void cpu_merge(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups, int first,
                       hsri_ref acc, hsri_ref out)
 {
+    HSRI_CPU_TIMED(q, attend);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     uint64_t         n = (uint64_t)n_rows * n_heads;
     merge_job        job = { dev, hsri_cpu_floats(dev, part, n * n_groups * (2 + head_dim)),

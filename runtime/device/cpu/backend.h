@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <sys/types.h>
 
+#include "base/clock.h"
 #include "base/threads.h"
 #include "device/cpu/kernels.h"
 #include "device/cpu/sample.h"
@@ -44,6 +45,7 @@ typedef struct hsri_cpu_device {
     uint32_t         n_ids;         /* ids ever given: 1..n_ids */
     uint32_t         unused;        /* first freed id, 0: none */
     float           *scratch;       /* HSRI_CPU_SCRATCH floats per thread */
+    hsri_spent       spent;
     uint32_t         prepared;      /* buffer of HSRI_CPU_PREPARED_BYTES for inputs of linear, if the level prepares them */
     /* Of the sampler; both grow at the first call of a size and stay. */
     hsri_sample_work *sample_work;  /* one per thread */
@@ -79,6 +81,18 @@ static inline void *hsri_cpu_at(const hsri_cpu_device *dev, hsri_ref r, uint64_t
 }
 
 static inline float *hsri_cpu_floats(const hsri_cpu_device *dev, hsri_ref r, uint64_t n) { return hsri_cpu_at(dev, r, n * sizeof(float)); }
+
+/* An operation that begins with HSRI_CPU_TIMED(q, attend) adds the time until it returns to the device's `spent.attend`. */
+typedef struct hsri_cpu_timer {
+    uint64_t *spent, start;
+} hsri_cpu_timer;
+
+static inline hsri_cpu_timer hsri_cpu_timer_start(uint64_t *spent) { return (hsri_cpu_timer){ spent, hsri_now_ns() }; }
+static inline void hsri_cpu_timer_end(const hsri_cpu_timer *t) { *t->spent += hsri_now_ns() - t->start; }
+
+#define HSRI_CPU_TIMED(q, what) \
+    __attribute__((cleanup(hsri_cpu_timer_end))) const hsri_cpu_timer timer = \
+        hsri_cpu_timer_start(&((hsri_cpu_device *)(q)->dev)->spent.what)
 
 /* Compute items [first, end) on thread `worker`. */
 typedef void (*hsri_cpu_run_fn)(const void *job, uint64_t first, uint64_t end, uint32_t worker);

@@ -533,6 +533,7 @@ static void cluster_run(const void *arg, uint64_t first, uint64_t end, uint32_t 
 
 static void cpu_cluster(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n)
 {
+    HSRI_CPU_TIMED(q, cluster);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     cluster_job      job = { dev, kv, hsri_cpu_at(dev, list, n * sizeof *job.list),
                              hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0) };

@@ -236,6 +236,8 @@ static hsr_status cpu_wait(hsri_queue *q, hsr_error *err)
     return status < 0 ? hsri_fail(err, status, "%s", queue->error.message) : HSR_OK;
 }
 
+static hsri_spent cpu_spent(hsri_device *dev) { return cpu_of(dev)->spent; }
+
 /* ---- life ---- */
 
 static void cpu_destroy(hsri_device *dev)
@@ -278,6 +280,7 @@ static void table_fill(hsri_device *dev)
     dev->copy_out = cpu_copy_out;
     dev->copy = cpu_copy;
     dev->wait = cpu_wait;
+    dev->spent = cpu_spent;
     dev->destroy = cpu_destroy;
 }
 

@@ -168,6 +168,7 @@ static float *all_parts(const hsri_cpu_device *dev, const hsri_page_parts *what,
 static void cpu_page_parts(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                            hsri_ref queries, hsri_ref rotated, const hsri_page_parts *what)
 {
+    HSRI_CPU_TIMED(q, attend);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     parts_job        job = { hsri_cpu_attend_job(dev, batch, kv, layer, n_heads, scale, queries, rotated, 0, 0, (hsri_ref){ 0 }), what,
                              rows_of(dev, what), all_parts(dev, what, n_heads) };
@@ -263,6 +264,7 @@ static void add_run(const void *arg, uint64_t first, uint64_t end, uint32_t work
 static void cpu_add_masses(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, hsri_ref acc,
                            const hsri_page_parts *what)
 {
+    HSRI_CPU_TIMED(q, attend);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     add_job          job = { dev, hsri_cpu_at(dev, batch->rows, batch->n_rows * sizeof(hsri_row)), kv, what, rows_of(dev, what),
                              hsri_cpu_at(dev, what->tables, batch->n_seqs * sizeof(hsri_ref)), all_parts(dev, what, n_heads),
@@ -376,6 +378,7 @@ static void top_run(const void *arg, uint64_t first, uint64_t end, uint32_t work
 static void cpu_top_pages(hsri_queue *q, const hsri_kv_view *kv, const hsri_mass_range *range, hsri_ref wants, uint32_t stride,
                           hsri_ref out)
 {
+    HSRI_CPU_TIMED(q, select);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     uint64_t         n = (uint64_t)kv->n_layers * kv->n_kv_heads;
     top_job          job = { kv, range, hsri_cpu_at(dev, range->table, 0), hsri_cpu_at(dev, wants, kv->n_layers * sizeof(uint32_t)),

@@ -55,6 +55,7 @@ static void seal_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
 
 static void cpu_seal(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n)
 {
+    HSRI_CPU_TIMED(q, seal);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     seal_job         job = { dev, kv, hsri_cpu_at(dev, list, n * sizeof *job.seals),
                              hsri_cpu_at(dev, (hsri_ref){ .buf = kv->pool_buf }, 0) };

@@ -59,6 +59,7 @@ static void rotate_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
 static void cpu_rotate(hsri_queue *q, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, uint32_t n_rows, hsri_ref queries,
                        hsri_ref rotated)
 {
+    HSRI_CPU_TIMED(q, select);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     uint64_t         n = (uint64_t)n_rows * n_heads;
     rotate_job       job = { dev, kv, hsri_cpu_floats(dev, queries, n * kv->head_dim), hsri_cpu_floats(dev, rotated, n * kv->head_dim),
@@ -838,6 +839,7 @@ static void cpu_select(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
                        hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, hsri_ref scratch,
                        const hsri_lists *lists)
 {
+    HSRI_CPU_TIMED(q, select);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     select_job       job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, acc, sparse, picks, lists);
 
@@ -909,6 +911,7 @@ static void foresee_run(const void *arg, uint64_t first, uint64_t end, uint32_t 
 static void cpu_foresee(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                         hsri_ref queries, hsri_ref rotated, hsri_ref sparse, hsri_ref picks, hsri_ref scratch, const hsri_lists *lists)
 {
+    HSRI_CPU_TIMED(q, select);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     select_job       job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, (hsri_ref){ 0 }, sparse, picks, lists);
 
@@ -935,6 +938,7 @@ static void cpu_foresee(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vi
 static void cpu_set_aside(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                           hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse, hsri_ref picks, const hsri_lists *lists)
 {
+    HSRI_CPU_TIMED(q, select);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     select_job       job = job_of(dev, batch, kv, layer, n_heads, scale, queries, rotated, acc, sparse, picks, lists);
 

@@ -305,6 +305,11 @@ typedef struct hsr_engine_stats {
     uint64_t warm_moved_out;      /* and back, because somebody wanted them: what attention found there is among cold_hits */
     uint64_t warm_dropped;        /* that left warm memory for others */
     hsr_prefetch_stats prefetch[HSR_N_PREFETCH]; /* the cold_prefetch counters by source: GROUPS, RISING, QUERY, what was not waited for */
+    /* of the time of steps, and of hsr_session_fill's: what was spent on */
+    uint64_t attend_ns;           /* attention over pages that were chosen, or all */
+    uint64_t select_ns;           /* choosing them: scores, selection, lists */
+    uint64_t seal_ns;             /* encoding full pages and their index entries */
+    uint64_t cluster_ns;          /* cluster records of the index */
 } hsr_engine_stats;
 
 /** Fill *stats; struct_size must be set by the caller.
