@@ -5,7 +5,7 @@ scores stand in for every selector's estimates, so this is the oracle of the ora
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import reference
@@ -29,6 +29,13 @@ class Rules:
     """Pages of the highest mass so far, beside the budget."""
     only_forced: bool = False
     """Selector history: nothing else is selected."""
+    ratio: float = 0
+    layer_budgets: tuple[tuple[int, int], ...] = ()
+    virtual: tuple[bool, ...] = ()
+    """By layer: in decode rows, what is not attended counts with its own weight and its page's mean value."""
+
+    def of_layer(self, layer: int) -> Rules:
+        return replace(self, budget=dict(self.layer_budgets).get(layer, self.budget), virtual=self.virtual[layer : layer + 1])
 
 
 def logits(folder, ids: list[int], appends: list[int], rules: Rules, masses: list[list[np.ndarray]] | None = None) -> np.ndarray:
@@ -43,7 +50,7 @@ def logits(folder, ids: list[int], appends: list[int], rules: Rules, masses: lis
         layer = f"model.layers.{i}."
         histories: list[History] = []
         normed = reference._norm(x, tensors[layer + "input_layernorm.weight"], eps)
-        x = x + _attention(config, tensors, layer, normed, inv_freq, factor, runs, rules, appends, histories)
+        x = x + _attention(config, tensors, layer, normed, inv_freq, factor, runs, rules.of_layer(i), appends, histories)
         if masses is not None:
             masses.append([history.mass for history in histories])
         x = x + reference._mlp(tensors, layer + "mlp.", reference._norm(x, tensors[layer + "post_attention_layernorm.weight"], eps))
@@ -78,11 +85,22 @@ def _attention(config, tensors, layer, x, inv_freq, factor, runs, rules, appends
         for row in range(n):
             _restrict(visible, scores, row, runs, rules, history.forced(row))
             history.add(row, scores, visible)
+        counted = visible | _virtual_rows(n, runs, rules) & np.tri(n, dtype=bool)
         for h in group:
-            s = np.where(visible, scores[h - g * share], -np.inf)
+            s = np.where(counted, scores[h - g * share], -np.inf)
             weight = np.exp(s - s.max(axis=-1, keepdims=True))
-            out[:, h] = weight / weight.sum(axis=-1, keepdims=True) @ v[:, g]
+            weight /= weight.sum(axis=-1, keepdims=True)
+            out[:, h] = np.where(visible, weight, 0) @ v[:, g] + np.where(visible, 0, weight) @ _page_means(v[:, g])
     return reference._linear(tensors, names[3], out.reshape(n, heads * d))
+
+
+def _virtual_rows(n: int, runs: set[int], rules: Rules) -> np.ndarray:
+    return np.array([any(rules.virtual) and row // RUN * RUN not in runs for row in range(n)])[:, None]
+
+
+def _page_means(v: np.ndarray) -> np.ndarray:
+    """Of each token's page."""
+    return np.concatenate([np.broadcast_to(page.mean(axis=0), page.shape) for page in np.split(v, range(PAGE, len(v), PAGE))])
 
 
 def _restrict(visible: np.ndarray, scores: np.ndarray, row: int, runs: set[int], rules: Rules, forced: list[int]) -> None:
@@ -102,6 +120,8 @@ def _restrict(visible: np.ndarray, scores: np.ndarray, row: int, runs: set[int],
             return
         first, votes, budget = row, (row,), 0 if rules.only_forced else rules.budget
     begin, end = _selectable(first, rules)
+    if first == row:
+        budget = max(budget, math.ceil(np.float32(rules.ratio) * ((end - begin) // UNIT)) * UNIT)
     if end - begin <= budget + most_forced * PAGE:
         return
     worth = sum(_worth(scores, vote, begin, end, rules) for vote in votes)

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import hisparse_rt as hs
 import numpy as np
 import pytest
 import sparse_reference
 import tiny
+from hisparse_rt.calibration import Calibration, read_calibration, write_calibration
 from hisparse_rt.profile import Profile
 from hisparse_rt.tools.convert import convert
 from sparse_reference import Rules
@@ -23,12 +26,25 @@ def paths(tmp_path_factory):
     tiny.write_hf(folder / "hf", cfg, tiny.weights(cfg, 5))
     convert(folder / "hf", folder / "tiny.hsr", dtype="f32")
     convert(folder / "hf", folder / "tiny-q8.hsr", dtype="q8")
+    for name, virtual in (("both", [1, 1]), ("first", [1, 0]), ("none", [0, 0])):
+        write_identity(folder / "tiny-q8.hsr", folder / f"{name}.hsrcal", virtual)
     return folder
 
 
+def write_identity(model, path, virtual: list[int]) -> None:
+    """A calibration that changes no key: sketches are of the keys' own components."""
+    with hs.load(model, calibration=False, threads=1) as loaded:
+        info, source = loaded.info, loaded.metadata("hisparse.source")
+    layers, heads, d = info.n_layers, info.n_kv_heads, info.head_dim
+    basis = np.broadcast_to(np.eye(d, dtype=np.float32), (layers, heads, d, d))
+    mean = np.zeros((layers, heads, d), np.float32)
+    write_calibration(path, Calibration(source, basis, basis, mean, mean, np.array(virtual, bool), np.zeros(layers, np.float32)))
+
+
 def profile_of(rules: Rules, **changes) -> Profile:
-    return Profile(selector="oracle", budget=rules.budget, slice_size=16 * rules.slice_units, dense_below=rules.dense_below,
-                   prefill_budget=rules.prefill_budget, prefill_dense_below=rules.prefill_dense_below, virtual_tokens=False, **changes)
+    return Profile(**{"selector": "oracle", "budget": rules.budget, "slice_size": 16 * rules.slice_units, "dense_below": rules.dense_below,
+                      "prefill_budget": rules.prefill_budget, "prefill_dense_below": rules.prefill_dense_below, "virtual_tokens": False,
+                      "sparse_ratio": rules.ratio, "layer_budgets": rules.layer_budgets, **changes})
 
 
 def run(model: hs.Model, appends: list[int], rules: Rules, profile=None, **options) -> np.ndarray:
@@ -49,6 +65,8 @@ RULES = {
     "no_sink": (Rules(budget=80, sink=0, window=192), [LENGTH - 20] + [1] * 20),
     "dense_below": (Rules(budget=64, dense_below=LENGTH - 10), [LENGTH - 40] + [1] * 40),
     "prompt_runs": (Rules(budget=64, window=128, prefill_budget=192, prefill_dense_below=500), [700, 500, LENGTH - 1210] + [1] * 10),
+    "ratio": (Rules(budget=16, ratio=0.07), [LENGTH - 20] + [1] * 20),
+    "layer_budgets": (Rules(budget=64, layer_budgets=((1, 256),)), [LENGTH - 20] + [1] * 20),
     "prompt_from_start": (Rules(budget=1 << 20, window=256, prefill_budget=256), [LENGTH]),
 }
 
@@ -65,6 +83,23 @@ def test_against_reference(paths, name):
     assert np.abs(got - dense).max() > 1e-2   # something was left out
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("virtual", ["both", "first", "none"])
+def test_virtual_tokens_of_each_layer_against_reference(paths, virtual):
+    """Sketches of 4 bits are not the keys, but far nearer than leaving out what they stand for; and layers that virtual tokens do not help
+    go without."""
+    layers = {"both": (True, True), "first": (True, False), "none": (False, False)}
+    rules, appends = Rules(budget=64, dense_below=LENGTH - 40), [LENGTH - 40] + [1] * 40
+    want = {name: sparse_reference.logits(paths / "hf", IDS, appends, replace(rules, virtual=of)) for name, of in layers.items()}
+    profile = profile_of(rules, selector="sketch", virtual_tokens=True)
+    with hs.load(paths / "tiny.hsr", threads=2, calibration=paths / f"{virtual}.hsrcal") as model:
+        got = run(model, appends, rules, profile)
+        if virtual == "none":
+            assert np.array_equal(got, run(model, appends, rules, replace(profile, virtual_tokens=False)))
+    error = {name: np.abs(got - rows)[-40:].mean() for name, rows in want.items()}
+    assert all(1.5 * error[virtual] < error[other] for other in layers if other != virtual), error
+
+
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "prompt_runs" else pytest.mark.slow) for name in RULES])
 @pytest.mark.parametrize("options", [{"threads": 1}, {"chunk": 64}, {"chunk": 100}, {"debug_async": True}, {"max_batch": 128}],
                          ids=lambda options: "-".join(options))
@@ -76,20 +111,38 @@ def test_bits_do_not_depend_on_how_it_is_computed(paths, name, options):
         assert np.array_equal(run(model, appends, rules), want)
 
 
-def test_budget_of_everything_is_dense(paths):
+@pytest.mark.parametrize("selector", ["oracle", "sketch", "cluster"])
+def test_budget_of_everything_is_dense(paths, selector):
     """To the bit, in a plain format."""
     rules = Rules(budget=2048, window=128, prefill_budget=2048)
     appends = [LENGTH - 30] + [1] * 30
-    with hs.load(paths / "tiny-q8.hsr", threads=2) as model:
-        assert np.array_equal(run(model, appends, rules), run(model, appends, rules, profile=0))
+    with hs.load(paths / "tiny-q8.hsr", threads=2, calibration=paths / "both.hsrcal") as model:
+        everything = profile_of(rules, selector=selector, virtual_tokens=True, candidates=32)
+        assert np.array_equal(run(model, appends, rules, everything), run(model, appends, rules, profile=0))
 
 
-@pytest.mark.parametrize("selector", ["minmax", "mean", "classic", "random", "gaussian", "history", "oracle"])
+@pytest.mark.slow
+def test_budget_of_everything_is_dense_beyond_a_segment(paths):
+    """Whatever the clusters say: candidates are fewer than the budget."""
+    ids = [IDS[i % LENGTH] for i in range(9000)]
+    everything = Profile(selector="cluster", budget=1 << 14, prefill_budget=1 << 14, prefill_dense_below=0, candidates=64)
+    with hs.load(paths / "tiny-q8.hsr", threads=2, calibration=paths / "both.hsrcal") as model:
+        def rows(profile) -> np.ndarray:
+            with model.session(context=9100, beyond_trained=True, window_size=64, profile=profile, index="cluster") as s:
+                s.append(ids)
+                s.prefill()
+                return np.concatenate([s.logits([i]) for i in IDS[:8]])
+
+        assert np.array_equal(rows(everything), rows(0))
+        assert not np.array_equal(rows(replace(everything, budget=64)), rows(0))
+
+
+@pytest.mark.parametrize("selector", ["minmax", "mean", "classic", "random", "gaussian", "history", "oracle", "sketch", "cluster"])
 @pytest.mark.parametrize("sink", [0, 64])
 def test_lengths_around_the_borders_of_pages(paths, selector, sink):
     """Too short for a selection, one unit, one page more or less: never a number that is none, and dense if the budget is enough."""
     pages = {"window_size": 64, "rollback_tokens": 64}
-    with hs.load(paths / "tiny-q8.hsr", threads=2, ram="64MiB") as model:
+    with hs.load(paths / "tiny-q8.hsr", threads=2, ram="64MiB", calibration=paths / "both.hsrcal") as model:
         for length in (1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257):
             def rows(profile, sink, length=length):
                 with model.session(profile=profile, sink_size=sink, **pages) as session:
@@ -101,6 +154,21 @@ def test_lengths_around_the_borders_of_pages(paths, selector, sink):
                 assert np.isfinite(got).all()
                 if budget == 1 << 20 and selector != "history":
                     assert np.array_equal(got, dense)
+
+
+@pytest.mark.parametrize("selector", ["minmax", "history", "oracle", "sketch", "cluster"])
+@pytest.mark.parametrize("context", [1, 40, 64, 65, 300])
+def test_contexts_smaller_than_the_window(paths, selector, context):
+    """Even smaller than a page: there is nothing to select, so all that can be appended is computed densely."""
+    with hs.load(paths / "tiny-q8.hsr", threads=2, calibration=paths / "both.hsrcal") as model:
+        def rows(profile) -> np.ndarray:
+            with model.session(context=context, window_size=512, profile=profile) as session:
+                got = session.logits(IDS[:context])
+                with pytest.raises(hs.HisparseError, match="context"):
+                    session.append([7])
+                return got
+
+        assert np.array_equal(rows(Profile(selector=selector, budget=16, prefill_budget=16, prefill_dense_below=0)), rows(0))
 
 
 @pytest.mark.parametrize("selector", ["minmax", "mean", "classic", "random", "gaussian"])
@@ -156,6 +224,29 @@ def test_requests_of_different_profiles_share_a_step(paths):
 def test_bad_profiles_are_refused_by_name(paths, changes, name):
     with hs.load(paths / "tiny-q8.hsr", threads=1) as model, pytest.raises((hs.HisparseError, ValueError), match=name):
         model.session(profile=Profile(**changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sketch", [(8, 16), (32, 0)])
+def test_sketches_of_other_sizes(tmp_path, sketch):
+    """Keys vary in 16 of 32 components, which come first in the calibration: with 2 bits for half of them, or with 4 for all."""
+    cfg = tiny.config(max_position_embeddings=4096, head_dim=32)
+    weights = tiny.weights(cfg, 5)
+    for layer in range(2):
+        for name in ("q", "k"):
+            weights[f"model.layers.{layer}.self_attn.{name}_proj.weight"].reshape(-1, 4, 8, 64)[:, 1::2] = 0
+    tiny.write_hf(tmp_path / "hf", cfg, weights)
+    convert(tmp_path / "hf", tmp_path / "m.hsr", dtype="f32")
+    write_identity(tmp_path / "m.hsr", tmp_path / "m.hsrcal", [1, 1])
+    made = read_calibration(tmp_path / "m.hsrcal")
+    order = np.argsort(np.arange(32) // 8 % 2, kind="stable")
+    write_calibration(tmp_path / "m.hsrcal", replace(made, basis_k=made.basis_k[..., order], basis_q=made.basis_q[..., order]))
+    rules, appends = Rules(budget=64, dense_below=LENGTH - 20), [LENGTH - 20] + [1] * 20
+    want, without = (sparse_reference.logits(tmp_path / "hf", IDS, appends, replace(rules, virtual=of)) for of in ((True, True), ()))
+    with hs.load(tmp_path / "m.hsr", threads=2) as model:
+        got = run(model, appends, rules, profile_of(rules, selector="sketch", virtual_tokens=True), sketch=sketch)
+    error, left_out = (np.abs(got - rows)[-20:].mean() for rows in (want, without))
+    assert 2 * error < left_out
 
 
 def test_unknown_profile_id_and_missing_index(paths):
