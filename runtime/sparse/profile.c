@@ -151,8 +151,8 @@ uint32_t hsri_profile_budget(const hsri_profile *p, uint32_t layer, bool prefill
 {
     if (prefill)
         return p->prefill_units;
-    /* The same product as an operation makes of hsri_sparse.ratio. */
-    const uint64_t share = p->ratio > 0 ? (uint64_t)ceilf(p->ratio * (float)selectable) : 0;
+    /* The same product as an operation makes of hsri_sparse.ratio, in the same precision: lists have room for so many. */
+    const uint64_t share = p->ratio > 0 ? (uint64_t)ceil((double)p->ratio * (double)selectable) : 0;
     return (uint32_t)hsri_max(p->layer_units[layer], share);
 }
 
