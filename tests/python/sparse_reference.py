@@ -121,7 +121,7 @@ def _restrict(visible: np.ndarray, scores: np.ndarray, row: int, runs: set[int],
         first, votes, budget = row, (row,), 0 if rules.only_forced else rules.budget
     begin, end = _selectable(first, rules)
     if first == row:
-        budget = max(budget, math.ceil(np.float32(rules.ratio) * ((end - begin) // UNIT)) * UNIT)
+        budget = max(budget, math.ceil(float(np.float32(rules.ratio)) * ((end - begin) // UNIT)) * UNIT)
     if end - begin <= budget + most_forced * PAGE:
         return
     worth = sum(_worth(scores, vote, begin, end, rules) for vote in votes)

@@ -66,6 +66,7 @@ RULES = {
     "dense_below": (Rules(budget=64, dense_below=LENGTH - 10), [LENGTH - 40] + [1] * 40),
     "prompt_runs": (Rules(budget=64, window=128, prefill_budget=192, prefill_dense_below=500), [700, 500, LENGTH - 1210] + [1] * 10),
     "ratio": (Rules(budget=16, ratio=0.07), [LENGTH - 20] + [1] * 20),
+    "ratio_of_80_units": (Rules(budget=16, ratio=0.1), [1380] + [1] * 20),   # 0.1f is a little more than a tenth
     "layer_budgets": (Rules(budget=64, layer_budgets=((1, 256),)), [LENGTH - 20] + [1] * 20),
     "prompt_from_start": (Rules(budget=1 << 20, window=256, prefill_budget=256), [LENGTH]),
 }
