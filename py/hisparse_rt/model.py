@@ -327,13 +327,17 @@ class Model:
         index            what selectors may read: "sketch", "minmax", "gaussian", "none"; "auto" is what the profile needs
         sketch           components of a sketch at 4 and at 2 bits; None is (24, 0)
         """
-        from .profile import as_profile
-
         profile = self.profile if profile is None else profile
-        pages = {} if isinstance(profile, int) else as_profile(profile).session_options()
+        pages = self._pages(profile)
         pages |= {name: value for name, value in (("window_size", window_size), ("sink_size", sink_size)) if value is not None}
         return Session(self, context=context, kv=kv or self.kv, beyond_trained=beyond_trained, rollback_tokens=rollback_tokens,
                        profile=profile, index=index, sketch=sketch, **pages)
+
+    @staticmethod
+    def _pages(profile: ProfileLike) -> dict[str, int]:
+        from .profile import as_profile
+
+        return {} if isinstance(profile, int) else as_profile(profile).session_options()
 
     def restore(self, path: str | bytes | os.PathLike[Any], *, context: int | None = None, kv: str | None = None,
                 beyond_trained: bool = False, profile: ProfileLike | None = None,
@@ -348,6 +352,12 @@ class Model:
         FileError, FormatError (damaged, or saved with another model or calibration), ContextError, NoSpaceError, InvalidError.
         """
         return Session._restore(self, path, context, kv, beyond_trained, self.profile if profile is None else profile, progress)
+
+    def _restore_alike(self, path: str | bytes | os.PathLike[Any], context: int, kv: str | None, beyond_trained: bool,
+                       progress: Callable[[int, int], object] | None) -> Session:
+        """As `restore`; InvalidError for what `session` with these options, given the same tokens, would not have become."""
+        like = Session._options(self, kv=kv or self.kv, profile=self.profile, **self._pages(self.profile))
+        return Session._restore(self, path, context, kv, beyond_trained, self.profile, progress, like)
 
     def profile_id(self, profile: ProfileLike) -> int:
         """The id of a profile in this model's engine, which registers it at its first use."""

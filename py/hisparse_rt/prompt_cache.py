@@ -37,7 +37,7 @@ def cached_session(
     options   of `Model.session`, with a context
     exactly   the context was asked for; otherwise it may be longer, up to what the model was trained for, to hold what the file has
 
-    A file that is damaged or of another model, calibration or key-value format is warned of and replaced. InvalidError for one that is no
+    A file that is damaged, or of another model, calibration, profile or key-value format is warned of and replaced. InvalidError for one that is no
     saved session: that is left as it is; FileMissingError if its folder is not there.
     """
     session = _restore(model, path, options, exactly, progress) if _exists(path) else None
@@ -79,11 +79,12 @@ def _restore(model: Model, path: Path, options: dict[str, Any], exactly: bool, p
     try:
         with _bar("restoring the prompt", progress) as report:
             try:
-                return model.restore(path, **options, progress=report)
+                return model._restore_alike(path, **options, progress=report)
             except ContextError:  # what is kept is longer than this prompt; what does not belong to it is cut off
                 if exactly or model.metadata("hisparse.rope.kind") != "static":
                     raise
-                return model.restore(path, **{**options, "context": max(model.info.context_length, options["context"])}, progress=report)
+                options = {**options, "context": max(model.info.context_length, options["context"])}
+                return model._restore_alike(path, **options, progress=report)
     except (FormatError, ContextError, InvalidError, UnsupportedError) as error:
         log.warning("the prompt is computed again, its cache is of no use: %s", error)
         return None

@@ -94,6 +94,19 @@ class Session:
         window_size: int | None = None, sink_size: int | None = None, rollback_tokens: int | None = None,
         profile: ProfileLike | None = None, index: str = "auto", sketch: tuple[int, int] | None = None,
     ) -> None:
+        opts = self._options(model, context, kv, beyond_trained, window_size, sink_size, rollback_tokens, profile, index, sketch)
+        self._opened(model)
+        with model._native.engine.lock, self._closed_if_interrupted():
+            call(lib.hsr_session_create, model._native.engine.pointer, opts, self._handle.box)
+        model._sessions.add(self)
+
+    @staticmethod
+    def _options(
+        model: Model, context: int | None = None, kv: str | None = None, beyond_trained: bool = False, window_size: int | None = None,
+        sink_size: int | None = None, rollback_tokens: int | None = None, profile: ProfileLike | None = None, index: str = "auto",
+        sketch: tuple[int, int] | None = None,
+    ) -> Any:
+        """A native hsr_session_opts."""
         opts = ffi.new("hsr_session_opts *")
         lib.hsr_session_opts_init(opts, ffi.sizeof("hsr_session_opts"))
         if kv is not None and kv not in KV_FORMATS:
@@ -114,10 +127,7 @@ class Session:
             opts.sketch_4bit, opts.sketch_2bit = (integer("sketch", bits, 0, 4096) for bits in sketch)
         if profile is not None:
             opts.profile = model.profile_id(profile)
-        self._opened(model)
-        with model._native.engine.lock, self._closed_if_interrupted():
-            call(lib.hsr_session_create, model._native.engine.pointer, opts, self._handle.box)
-        model._sessions.add(self)
+        return opts
 
     def _opened(self, model: Model) -> None:
         self.model = model
@@ -247,7 +257,7 @@ class Session:
 
     @classmethod
     def _restore(cls, model: Model, path: str | bytes | os.PathLike[Any], context: int | None, kv: str | None, beyond_trained: bool,
-                 profile: ProfileLike, progress: Callable[[int, int], object] | None) -> Session:
+                 profile: ProfileLike, progress: Callable[[int, int], object] | None, like: Any = ffi.NULL) -> Session:
         opts = ffi.new("hsr_restore_opts *")
         lib.hsr_restore_opts_init(opts, ffi.sizeof("hsr_restore_opts"))
         if kv is not None and kv not in KV_FORMATS:
@@ -256,6 +266,7 @@ class Session:
         opts.context = 0 if context is None else integer("context", context, 1, _INT32_MAX)
         opts.beyond_trained = bool(beyond_trained)
         opts.profile = model.profile_id(profile)
+        opts.like = like
         session = cls.__new__(cls)
         session._opened(model)
         name, native = file_name(path), model._native

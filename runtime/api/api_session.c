@@ -389,6 +389,7 @@ void hsr_restore_opts_init(hsr_restore_opts *opts, uint32_t struct_size)
 hsr_status hsr_session_restore(hsr_engine *e, const char *path, const hsr_restore_opts *opts, hsr_session **session, hsr_error *err)
 {
     hsr_restore_opts known;
+    hsr_session_opts like;
 
     hsri_clear(err);
     if (!session)
@@ -402,5 +403,11 @@ hsr_status hsr_session_restore(hsr_engine *e, const char *path, const hsr_restor
         HSRI_TRY(hsri_struct_in(&known, sizeof known, opts, "hsr_restore_opts", err));
     if (known.kv_format < HSR_KV_AUTO || known.kv_format > HSR_KV_VTQ)
         return hsri_fail(err, HSR_E_INVALID, "kv_format is %d, this library knows %d to %d", known.kv_format, HSR_KV_AUTO, HSR_KV_VTQ);
+    if (known.like) {
+        hsr_session_opts_init(&like, sizeof like);
+        HSRI_TRY(hsri_struct_in(&like, sizeof like, known.like, "hsr_session_opts", err));
+        HSRI_TRY(hsri_check_session_opts(&like, err));
+        known.like = &like;
+    }
     return hsri_session_restore(e, path, &known, session, err);
 }

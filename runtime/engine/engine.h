@@ -57,6 +57,7 @@ struct hsr_session {
     hsri_index_shape index_shape;
     const hsri_profile *profile;  /* the engine's */
     int32_t      profile_id;
+    uint32_t     computed_with;   /* fingerprint of the profile that all computed tokens have, or HSRI_SEVERAL_PROFILES */
     uint64_t     context;
     hsr_session_opts opts;
     atomic_bool  entered;         /* a thread is inside a call on this session */

@@ -10,7 +10,7 @@
 #include "engine/engine.h"
 #include "kv/cache_image.h"
 
-#define HSRI_SAVE_VERSION 3u
+#define HSRI_SAVE_VERSION 4u
 #define HSRI_SAVE_ALIGNMENT 4096u
 /* Moved at a time, or one row if that is more. */
 #define HSRI_SAVE_BATCH (4u << 20)
@@ -36,6 +36,7 @@ typedef struct hsri_save_header {
     uint32_t page_tokens, kv_type, format;
     hsri_index_shape index;
     uint32_t window_size, sink_size, rollback_tokens, chunk_tokens, beyond_trained;
+    uint32_t computed_with;         /* fingerprint of a profile: 0 dense, HSRI_SEVERAL_PROFILES */
     uint32_t slot_bytes[HSRI_N_IMAGE_PARTS];
     uint64_t context;
     /* its state */

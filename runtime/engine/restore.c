@@ -130,6 +130,24 @@ static hsr_status check_wishes(const reader *r, const hsr_restore_opts *o)
     return HSR_OK;
 }
 
+/* Would a session that the caller would create have become this one? The failure names what differs. */
+static hsr_status check_likeness(const reader *r, const hsr_session_opts *like)
+{
+    const hsri_save_header *h = &r->header;
+    hsr_session s = { .engine = r->engine, .opts = *like };
+    hsri_engine_enter(r->engine);
+    const hsr_status chosen = hsri_session_choose(&s, r->err);
+    hsri_engine_leave(r->engine);
+    HSRI_TRY(chosen);
+    const char *other = s.kv_type != h->kv_type || s.format != h->format                      ? "kv_format"
+                        : (uint32_t)s.opts.window_size != h->window_size                      ? "window_size"
+                        : (uint32_t)s.opts.sink_size != h->sink_size                          ? "sink_size"
+                        : h->n_computed > 0 && s.profile->print != h->computed_with           ? "profile"
+                        : memcmp(&s.index_shape, &h->index, sizeof h->index) != 0             ? "index"
+                                                                                              : NULL;
+    return other ? hsri_fail(r->err, HSR_E_INVALID, "%.200s: the session was saved with another %s", r->path, other) : HSR_OK;
+}
+
 /* Keys are stored after their rotation, whose table may depend on the context. */
 static hsr_status check_rope(const reader *r, const hsr_restore_opts *o)
 {
@@ -350,6 +368,7 @@ static void finish(reader *r)
     s->n_tokens = h->n_tokens;
     s->n_computed = s->target = h->n_computed;
     s->kept_end = h->sampled_end;
+    s->computed_with = h->computed_with;
     hsri_engine_leave(r->engine);
 }
 
@@ -360,6 +379,8 @@ static hsr_status restore(reader *r, const hsr_restore_opts *o)
     HSRI_TRY(hsri_save_check_model(&r->header, r->engine->model, r->path, r->err));
     HSRI_TRY(check_numbers(r));
     HSRI_TRY(check_wishes(r, o));
+    if (o->like)
+        HSRI_TRY(check_likeness(r, o->like));
     HSRI_TRY(check_rope(r, o));
     HSRI_TRY(begin(r, o));
     HSRI_TRY(read_tokens(r));

@@ -131,7 +131,7 @@ void hsri_save_describe(const hsr_session *s, const hsri_image *image, uint32_t 
         .version = HSRI_SAVE_VERSION, .page_tokens = HSRI_PAGE_TOKENS, .kv_type = s->kv_type, .format = s->format, .index = s->index_shape,
         .window_size = (uint32_t)s->opts.window_size, .sink_size = (uint32_t)s->opts.sink_size,
         .rollback_tokens = (uint32_t)s->opts.rollback_tokens, .chunk_tokens = chunk_tokens,
-        .beyond_trained = s->opts.beyond_trained != 0, .context = s->context,
+        .beyond_trained = s->opts.beyond_trained != 0, .computed_with = s->computed_with, .context = s->context,
         .n_tokens = s->n_tokens, .n_computed = s->n_computed, .sampled_end = s->kept_end, .sealed = image->sealed,
     };
     memcpy(h->magic, "HSRSAVE", sizeof h->magic);

@@ -396,6 +396,7 @@ hsr_status hsri_session_fork(hsr_session *s, hsr_session **out, hsr_error *err)
     f->kept_end = s->kept_end;
     f->profile = s->profile;
     f->profile_id = s->profile_id;
+    f->computed_with = s->computed_with;
     list_session(f);
     *out = f;
     return HSR_OK;

@@ -353,6 +353,13 @@ static void settle_sample(hsr_session *s, const hsri_sampled *r)
     hsri_session_fail(s, r->status);
 }
 
+/* What the keys and values of a token are depends on what the layers before attended. */
+static void note_profile(hsr_session *s)
+{
+    const uint32_t print = s->profile->print;
+    s->computed_with = s->n_computed == 0 || s->computed_with == print ? print : HSRI_SEVERAL_PROFILES;
+}
+
 static void settle_part(hsr_engine *e, hsri_part *p)
 {
     hsri_step *t = &e->step;
@@ -366,6 +373,7 @@ static void settle_part(hsr_engine *e, hsri_part *p)
     }
     if (!is_decode(s))
         s->prefill_tokens += p->n_rows;
+    note_profile(s);
     s->n_computed += p->n_rows;
     hsri_masses_commit(s, s->n_computed);
     hsri_session_trim_appended(s);

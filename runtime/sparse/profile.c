@@ -4,6 +4,7 @@
 #include <math.h>
 
 #include "base/array.h"
+#include "base/crc32c.h"
 #include "base/status.h"
 
 #define MAX_TOKENS 1000000000
@@ -111,11 +112,14 @@ hsr_status hsri_profile_create(const hsr_profile *in, uint32_t n_layers, bool ca
         if (n_layers > HSRI_MAX_LAYERS)
             return hsri_fail(err, HSR_E_UNSUPPORTED, "sparse attention over %u layers, at most %u are possible", n_layers, HSRI_MAX_LAYERS);
     }
-    hsri_profile *p = hsri_new_array(1, sizeof *p + n_layers * sizeof p->layer_units[0]);
+    const size_t bytes = sizeof(hsri_profile) + n_layers * sizeof(uint32_t);
+    hsri_profile *p = hsri_new_array(1, bytes);
     if (!p)
         return hsri_fail(err, HSR_E_NOMEM, "no memory for a profile");
-    if (in->sparse)
+    if (in->sparse) {
         fill(in, n_layers, calibrated, p);
+        p->print = (uint32_t)hsri_max(hsri_crc32c(0, p, bytes) & ~HSRI_SEVERAL_PROFILES, 1);
+    }
     *out = p;
     return HSR_OK;
 }

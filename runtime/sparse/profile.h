@@ -8,7 +8,11 @@
 #include "base/layers.h"
 #include "device/device.h"
 
+/* No profile's fingerprint: that of tokens which were computed with different ones. */
+#define HSRI_SEVERAL_PROFILES 0x80000000u
+
 typedef struct hsri_profile {
+    uint32_t       print;            /* fingerprint of all that follows; 0: dense */
     bool           sparse;
     hsri_selector  selector;
     bool           virtual_tokens;

@@ -116,11 +116,43 @@ def test_caches_of_other_models_and_formats_are_replaced(model, folder, tmp_path
     cache = tmp_path / "c"
     with hs.load(folder / "other.hsr", threads=1) as other:
         ask(other, FIRST, cache)
-    for kv in ("auto", "int8", "f32"):
+    for kv in ("auto", "int8", "auto", "int8", "f32"):
         caplog.clear()
         with caplog.at_level(logging.WARNING, "hisparse_rt"):
             assert ask(model, FIRST, cache, kv=kv).tokens == ask(model, FIRST, None, kv=kv).tokens
         assert "computed again" in caplog.text
+
+
+def test_a_cache_of_another_profile_is_replaced(folder, tmp_path, caplog) -> None:
+    """What a profile did not attend is missing in every key and value behind. Window and sink decide which pages are read encoded."""
+    sparse = {"selector": "minmax", "budget": 64, "window_size": 64, "dense_below": 0, "prefill_dense_below": 0, "prefill_budget": 64}
+    cache = tmp_path / "c"
+    for profile in (sparse, "exact", {**sparse, "budget": 128}, {**sparse, "window_size": 128}, {**sparse, "sink_size": 0}):
+        with hs.load(folder / "tiny.hsr", threads=1, profile=profile) as model:
+            fresh = ask(model, FIRST, None).tokens
+            for hit in (False, True):
+                caplog.clear()
+                before = model.stats().prefill_tokens
+                with caplog.at_level(logging.WARNING, "hisparse_rt"):
+                    assert ask(model, FIRST, cache).tokens == fresh
+                assert (model.stats().prefill_tokens - before < 10) == hit, profile
+                assert profile is sparse or ("computed again" not in caplog.text) == hit
+
+
+def test_tokens_of_two_profiles_are_no_profiles(folder, tmp_path) -> None:
+    """An explicit restore may go on under another profile; what comes of it serves no cache."""
+    sparse = {"selector": "minmax", "budget": 64, "window_size": 512, "dense_below": 0, "prefill_dense_below": 0}
+    cache = tmp_path / "c"
+    with hs.load(folder / "tiny.hsr", threads=1) as model:
+        with model.session(index="minmax", profile=sparse) as session:
+            session.append(DOCUMENT[:700])
+            session.save(cache)
+        with model.restore(cache, profile="exact") as session:
+            session.append(DOCUMENT[700:])
+            session.save(cache)
+        before = model.stats().prefill_tokens
+        assert ask(model, FIRST, cache).tokens == ask(model, FIRST, None).tokens
+        assert model.stats().prefill_tokens - before >= 2 * len(FIRST)
 
 
 def test_files_of_others_are_left_alone(model, folder, tmp_path) -> None:
