@@ -626,21 +626,85 @@ static void check_members(const world *w, const record *r, const hsri_kernels *k
     free(m);
 }
 
-static void check_level(const world *w, const record *r, int32_t isa)
+static void check_level(const world *w, const record *r, const hsri_kernels *kernels, double tolerance, const char *name)
 {
-    const double tolerance = isa >= HSR_ISA_AVX512 ? 0.08 : 1e-4;
-    int          before = check_failures;
-    hsri_kernels kernels;
+    int before = check_failures;
 
-    hsri_kernels_fill(&kernels, isa);
-    check_scores(w, r, &(scoring){ "clusters", kernels.sparse.cluster.score, cluster_log_mass, r->starts, HSRI_SEGMENT_CLUSTERS,
+    check_scores(w, r, &(scoring){ "clusters", kernels->sparse.cluster.score, cluster_log_mass, r->starts, HSRI_SEGMENT_CLUSTERS,
                                    tolerance });
-    check_scores(w, r, &(scoring){ "families", kernels.sparse.cluster.score_families, family_log_mass, r->family_starts,
+    check_scores(w, r, &(scoring){ "families", kernels->sparse.cluster.score_families, family_log_mass, r->family_starts,
                                    HSRI_SEGMENT_FAMILIES, tolerance });
-    check_left_out(w, r, &kernels);
-    check_members(w, r, &kernels, tolerance);
+    check_left_out(w, r, kernels);
+    check_members(w, r, kernels, tolerance);
     if (check_failures > before)
-        fprintf(stderr, "FAILED %s\n", hsri_isa_name(isa));
+        fprintf(stderr, "FAILED %s\n", name);
+}
+
+/* Each centre is the nearest of some points, whatever the sums of bytes are made of. */
+static void check_assign(const hsri_cluster_kernels *a, const hsri_cluster_kernels *b)
+{
+    enum { POINTS = 1024, QUADS = HSRI_CLUSTER_COMPONENTS / 4, CENTRES = HSRI_SEGMENT_CLUSTERS };
+    static _Alignas(64) uint8_t centres[QUADS * CENTRES * 4], points[POINTS * QUADS * 4];
+    static int32_t  bias[CENTRES];
+    static uint16_t nearest[2][POINTS];
+
+    for (uint32_t i = 0; i < sizeof centres; i++)
+        centres[i] = (uint8_t)hsri_rng_u64(21, i);
+    for (uint32_t i = 0; i < sizeof points; i++)
+        points[i] = (uint8_t)((int)(hsri_rng_u64(22, i) % 255) - 127);
+    for (uint32_t n_quads = 2; n_quads <= QUADS; n_quads += 2) {
+        hsri_assign_args args = { (const int8_t *)points, POINTS, n_quads, centres, bias, CENTRES, nearest[0] };
+
+        a->assign(&args);
+        args.nearest = nearest[1];
+        b->assign(&args);
+        CHECK(memcmp(nearest[0], nearest[1], sizeof nearest[0]) == 0);
+    }
+}
+
+/* Processors without VNNI have the same bits. */
+static void check_plain(const world *w, const record *r, const hsri_kernels *kernels, const hsri_kernels *plain)
+{
+    const hsri_cluster_kernels *const of[2] = { &kernels->sparse.cluster, &plain->sparse.cluster };
+    questions  *q[2] = { ask(w->d), ask(w->d) };
+    membership *m[2] = { make_members(w->d), make_members(w->d) };
+
+    for (int families = 0; families < 2; families++) {
+        for (int i = 0; i < 2; i++) {
+            hsri_cluster_score_args a = heads_of(w, r, q[i], 0, HEADS);
+
+            (families ? of[i]->score_families : of[i]->score)(&a);
+        }
+        CHECK(memcmp(q[0]->mass, q[1]->mass, sizeof q[0]->mass) == 0 && memcmp(q[0]->sums, q[1]->sums, sizeof q[0]->sums) == 0);
+    }
+    for (int i = 0; i < 2; i++) {
+        hsri_member_score_args a = members_of(w, r, m[i], 0, HEADS);
+
+        of[i]->score_members(&a);
+    }
+    CHECK(memcmp(m[0]->mass, m[1]->mass, sizeof m[0]->mass) == 0);
+    check_assign(of[0], of[1]);
+    for (int i = 0; i < 2; i++) {
+        questions_free(q[i]);
+        free(m[i]->rotated);
+        free(m[i]);
+    }
+}
+
+static void check_levels(const world *w, const record *r)
+{
+    hsri_kernels kernels, plain;
+
+    for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa() && isa <= HSR_ISA_AVX512; isa++) {
+        hsri_kernels_fill(&kernels, isa);
+        check_level(w, r, &kernels, isa >= HSR_ISA_AVX512 ? 0.08 : 1e-4, hsri_isa_name(isa));
+    }
+    if (hsri_cpu_isa() < HSR_ISA_AVX512)
+        return;
+    plain = kernels;
+    hsri_sparse_kernels_fill_plain(&plain.sparse, HSR_ISA_AVX512);
+    check_level(w, r, &plain, 0.08, "avx512 without VNNI");
+    check_plain(w, r, &kernels, &plain);
 }
 
 static void test_shape(uint32_t d, uint32_t n_4bit, uint32_t n_2bit)
@@ -655,8 +719,7 @@ static void test_shape(uint32_t d, uint32_t n_4bit, uint32_t n_2bit)
         check_mean(w, &r, i);
         check_clusters(w, &r, i);
         check_families(w, &r, i);
-        for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa() && isa <= HSR_ISA_AVX512; isa++)
-            check_level(w, &r, isa);
+        check_levels(w, &r);
     }
     for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa(); isa++) {
         uint8_t *again = run_cluster(w, isa == HSR_ISA_REFERENCE ? 3 : 2, isa, isa == HSR_ISA_REFERENCE, &ns);

@@ -15,9 +15,11 @@ static bool has_vnni(void)
 
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & bit_AVX512VNNI);
 }
+#else
+static bool has_vnni(void) { return false; }
 #endif
 
-void hsri_sparse_kernels_fill(hsri_sparse_kernels *k, int32_t isa)
+static void fill(hsri_sparse_kernels *k, int32_t isa, bool vnni)
 {
     hsri_sparse_kernels_fill_ref(k);
     hsri_cluster_kernels_fill_ref(&k->cluster);
@@ -30,7 +32,7 @@ void hsri_sparse_kernels_fill(hsri_sparse_kernels *k, int32_t isa)
         hsri_sparse_kernels_fill_avx512(k);
         hsri_cluster_kernels_fill_avx512(&k->cluster);
     }
-    if (isa >= HSR_ISA_AVX512 && has_vnni()) {
+    if (isa >= HSR_ISA_AVX512 && vnni) {
         hsri_sparse_kernels_fill_avx512vnni(k);
         hsri_cluster_kernels_fill_avx512vnni(&k->cluster);
     }
@@ -38,5 +40,10 @@ void hsri_sparse_kernels_fill(hsri_sparse_kernels *k, int32_t isa)
         hsri_cluster_kernels_fill_amx(&k->cluster);
 #else
     (void)isa;
+    (void)vnni;
 #endif
 }
+
+void hsri_sparse_kernels_fill(hsri_sparse_kernels *k, int32_t isa) { fill(k, isa, has_vnni()); }
+
+void hsri_sparse_kernels_fill_plain(hsri_sparse_kernels *k, int32_t isa) { fill(k, isa, false); }

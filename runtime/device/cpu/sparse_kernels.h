@@ -91,6 +91,9 @@ static inline uint64_t hsri_index_scratch(uint32_t d) { return 2ull * HSRI_PAGE_
 
 void hsri_sparse_kernels_fill(hsri_sparse_kernels *k, int32_t isa);
 
+/* Without VNNI on a processor that has it: what others run, and the same bits. */
+void hsri_sparse_kernels_fill_plain(hsri_sparse_kernels *k, int32_t isa);
+
 void hsri_sparse_kernels_fill_ref(hsri_sparse_kernels *k);
 void hsri_sparse_kernels_fill_avx2(hsri_sparse_kernels *k);         /* x86/index_avx2.c */
 void hsri_sparse_kernels_fill_avx512(hsri_sparse_kernels *k);       /* x86/index_avx512.c */
