@@ -375,6 +375,51 @@ static inline void check_choice(const world *w, const listing *l, double toleran
     CHECK(w->reach > 100 || most < 1e-20 || least > most * (1 - tolerance));
 }
 
+/* Worth of the coarse block of pages [from, to): what all its tokens would have at the mean of their pages' logits. */
+static inline double coarse_worth(const world *w, const listing *l, uint32_t from, uint32_t to)
+{
+    double worth = 0;
+
+    from = (uint32_t)hsri_max(from, l->first);
+    to = (uint32_t)hsri_min(to, l->end);
+    for (uint32_t h = l->kv_head * group_of(w); h < (l->kv_head + 1) * group_of(w); h++) {
+        const uint64_t query = (uint64_t)l->pick->row * w->n_heads + h;
+        const float   *acc = w->acc + query * (w->d + 2);
+        const double   exact = (double)acc[0] + log((double)acc[1]);
+        double         mean = 0, all = 1;
+
+        for (uint32_t page = l->first; page < l->end; page++) {
+            const double mass = log_mass(w, l->seq, l->kv_head, page * 4, query) - exact;
+
+            all += 4 * exp(mass);
+            mean += page >= from && page < to ? mass / (to - from) : 0;
+        }
+        worth += 4 * (to - from) * exp(mean) / all;
+    }
+    return worth;
+}
+
+/* The classic rule in its two steps: outside the best coarse blocks, which are counted from the sequence's first page, nothing has worth;
+ * then check_choice. */
+static inline void check_classic(const world *w, listing *l, double tolerance)
+{
+    const uint32_t size = l->settings->coarse_pages, first = l->first / size, n_blocks = (uint32_t)hsri_div_up(l->end, size) - first;
+    double        *worth = calloc(n_blocks, sizeof *worth);
+
+    for (uint32_t b = 0; b < n_blocks; b++)
+        worth[b] = coarse_worth(w, l, (first + b) * size, (first + b + 1) * size);
+    for (uint32_t u = 0; u < l->n_units; u++) {
+        uint32_t n_better = 0;
+
+        for (uint32_t b = 0; b < n_blocks; b++)
+            n_better += worth[b] > worth[(l->first + u / 4) / size - first];
+        if (n_better >= l->settings->top_coarse)
+            l->worth[u] = 0;
+    }
+    free(worth);
+    check_choice(w, l, tolerance);
+}
+
 /* Everything about one list. */
 static inline void check_list(const world *w, const hsri_kernels *kernels, const result *r, uint32_t pick, uint32_t kv_head,
                               double tolerance)
@@ -396,7 +441,9 @@ static inline void check_list(const world *w, const hsri_kernels *kernels, const
                 check_query(w, r, &l, vote, h, tolerance);
         if (!w->aside) {       /* which ones were chosen is the same without */
             check_count(&l);
-            if (selector <= HSRI_SELECT_CLUSTER && selector != HSRI_SELECT_CLASSIC)
+            if (selector == HSRI_SELECT_CLASSIC)
+                check_classic(w, &l, tolerance);
+            else if (selector <= HSRI_SELECT_CLUSTER)
                 check_choice(w, &l, tolerance);
         }
     }
