@@ -91,11 +91,18 @@ def test_stored_logits(converted, name, isa):
             other.close()
 
 
+@pytest.mark.parametrize("isa", ["reference", "avx2", "avx512", "amx"])
 @pytest.mark.parametrize("name", NAMES)
-def test_bf16_kv_is_near(converted, name):
+def test_bf16_kv_is_near(converted, name, isa):
+    """At the level amx these pages are the ones that tiles read; and the same bits in chunks, of one token, too."""
+    if not available(isa):
+        pytest.skip(f"this machine has no {isa}")
     ids, want = _stored(name)
-    with hs.load(converted / f"{name}.hsr", kv="bf16", threads=1) as model:
-        assert np.abs(model.logits(ids) - want).max() < 0.15
+    with hs.load(converted / f"{name}.hsr", isa=isa, kv="bf16", threads=1) as model:
+        got = model.logits(ids)
+        assert np.abs(got - want).max() < 0.15
+        for chunk in (1, 5):
+            assert np.array_equal(model.logits(ids, chunk=chunk), got)
 
 
 def _compare(tmp_path, cfg: dict, seed: int, n: int = 60, **options) -> None:
@@ -140,7 +147,7 @@ def test_beyond_one_group(tmp_path):
 
 
 @pytest.mark.parametrize("dtype, bound", [("bf16", 0.3), ("q8", 0.35), ("q4", 6.0)])
-@pytest.mark.parametrize("isa", ["reference", "avx512", "amx"])
+@pytest.mark.parametrize("isa", ["reference", "avx2", "avx512", "amx"])
 def test_packed_dtypes(tmp_path, dtype, bound, isa):
     """Packed weights run as the numbers they decode to: the reference runs on exactly those. Where activations are rounded to
     bf16, each sum is off by 2^-9 of its terms on average; rows keep their bits all the same."""
@@ -154,5 +161,9 @@ def test_packed_dtypes(tmp_path, dtype, bound, isa):
         got = model.logits(ids)
         for chunk in (1, 5, 7):
             assert np.array_equal(model.logits(ids, chunk=chunk), got)
+    with hs.load(tmp_path / "m.hsr", isa=isa, kv="bf16", threads=2) as model:
+        rounded = model.logits(ids)
+        assert np.array_equal(model.logits(ids, chunk=1), rounded)
+    assert 0 < np.abs(got - rounded).max() < 0.2
     assert np.abs(got - ReadBack(tmp_path / "m.hsr").logits(ids)).max() < (0.2 if isa == "amx" else 1e-3)
     assert np.abs(got - reference.logits(folder, ids, context=40)).max() < bound

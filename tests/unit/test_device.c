@@ -1149,9 +1149,9 @@ static void test_amx_refused(void)
 int main(void)
 {
     test_amx_refused();
-    run_level(HSR_ISA_REFERENCE);
-    if (hsri_cpu_isa() > HSR_ISA_REFERENCE)
-        run_level(HSR_ISA_AUTO);
+    for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa(); isa++)
+        if (isa < HSR_ISA_AMX || hsri_cpu_allow_amx())
+            run_level(isa);
     test_sticky_failure();
     test_async();
     return CHECK_REPORT();
