@@ -415,6 +415,44 @@ static void test_requests(hsr_model *m)
     end(e);
 }
 
+/* A request's profile is the session's from then on, as set_profile would make it. */
+static void test_profile_of_request(hsr_model *m)
+{
+    enum { N = 700, BY_REQUEST, BY_CALL, DENSE };
+    hsr_engine *e = engine_with(m, 128, 1, 0, 0);
+    int32_t *ids = some_ids(N), id = 0;
+    hsr_profile p;
+    hsr_session_stats st = { .struct_size = sizeof st };
+    outcome found[DENSE + 1];
+
+    hsr_profile_init(&p, sizeof p);
+    p.selector = HSR_SELECT_RANDOM;
+    p.budget = 16;
+    p.virtual_tokens = 0;
+    OK(hsr_profile_register(e, &p, &id, &err));
+    for (int way = BY_REQUEST; way <= DENSE; way++) {
+        hsr_session *s = session_with(e, 0, HSR_KV_F32);
+        hsr_request r = request_of(40, 1, 7);
+
+        OK(hsr_session_append(s, ids, N, &err));
+        if (way == BY_REQUEST) {
+            r.profile = 77;
+            refuse_request(s, r, "profile 77");
+            r.profile = id;
+        }
+        if (way == BY_CALL)
+            OK(hsr_session_set_profile(s, id, &err));
+        OK(hsr_session_generate(s, &r, &err));
+        found[way] = drain(s);
+        OK(hsr_session_get_stats(s, &st, &err));
+        CHECK(st.profile == (way == DENSE ? 0 : id) && (st.sparse_rows > 0) == (way != DENSE));
+        OK(hsr_session_destroy(&s, &err));
+    }
+    CHECK(found[BY_REQUEST].n == 40 && same_tokens(&found[BY_REQUEST], &found[BY_CALL]) && !same_tokens(&found[BY_REQUEST], &found[DENSE]));
+    free(ids);
+    end(e);
+}
+
 static void test_struct_sizes(hsr_model *m)
 {
     struct { hsr_engine_opts known; uint32_t newer; } o;
@@ -752,6 +790,7 @@ int main(void)
     test_context(m);
     test_tokens(m);
     test_requests(m);
+    test_profile_of_request(m);
     test_struct_sizes(m);
     test_admission(m);
     test_nonfinite(NAN);
