@@ -948,6 +948,11 @@ static void run(void)
         }
     }
     report(start, soak.first_round + done, resident_kib());
+    if (done >= SETTLED) {      /* by then all of it happens, with any seed */
+        CHECK(soak.sessions > 0 && soak.outputs > 0 && soak.compared > 0);
+        CHECK(soak.evictions > 0 && soak.misses > 0 && soak.disturbed > 0);
+        CHECK(soak.cancels > 0 && soak.forks > 0 && soak.restores > 0);
+    }
 }
 
 int main(int argc, char **argv)
