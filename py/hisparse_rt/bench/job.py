@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,27 @@ def make(model: str, ids: npt.NDArray[np.int32], point: Point, options: Options)
         "depth": point.depth, "decode_tokens": options.decode_tokens, "threads": options.threads,
         "engine": options.engine, "session": options.session, "generate": options.generate,
     }
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Sessions of all depths, open at once, under all profiles: how often each decodes `Options.decode_tokens`."""
+
+    rounds: int
+    profiles: list[str]
+    batches: list[int]
+
+
+def make_turns(model: str, ids: npt.NDArray[np.int32], depths: list[int], restored: int | None, turns: Turns,
+               options: Options) -> dict[str, Any]:
+    """The job for a process that measures all of them. restored: tokens in the file options.restore."""
+    batch, computed = max(turns.batches), replace(options, restore=None)
+    places = [make(model, ids, Point(depth, batch), computed) for depth in depths]
+    if restored is not None:
+        places.append(make(model, ids, Point(restored, batch), options))
+    places.sort(key=lambda place: int(place["depth"]))
+    turns_ = {"rounds": turns.rounds, "profiles": turns.profiles, "batches": turns.batches}
+    return places[-1] | {"prompts": [], "turns": turns_, "places": places}
 
 
 def prompt(model: Model, n: int, name: str | None) -> npt.NDArray[np.int32]:

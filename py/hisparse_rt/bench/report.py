@@ -62,10 +62,14 @@ def table(found: list[Row], kv_of_peers: dict[str, str]) -> str:
     """The rows for people. `kv_of_peers` has the peers in the order of the columns."""
     heads = ["work", "depth", "ours (kv)", *(f"{name} ({kv})" for name, kv in kv_of_peers.items()), *(["ratio"] if kv_of_peers else []),
              "bound", "of bound"]
-    lines = [heads] + [_cells(row, list(kv_of_peers)) for row in found]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(heads))]
+    return lines([heads] + [_cells(row, list(kv_of_peers)) for row in found])
+
+
+def lines(cells: list[list[str]]) -> str:
+    """Columns below their heads, the first to the left and the others to the right."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return "".join("  ".join(cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(line, widths, strict=True)))
-                   .rstrip() + "\n" for line in lines)
+                   .rstrip() + "\n" for line in cells)
 
 
 def _cells(row: Row, peers: list[str]) -> list[str]:

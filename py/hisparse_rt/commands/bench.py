@@ -8,18 +8,25 @@ import json
 import os
 import platform
 import sys
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import progress
-from ..bench import bounds, ceilings, job, plot, programs, report
+from ..bench import bounds, ceilings, job, plot, programs, report, together
 from ..bench.job import Options, Point
 from ..bench.programs import MeasureError, Program
 from ..bench.rounds import Limits, Rounds, Samples, failed_entirely
 from ..errors import ContextError, FileMissingError
-from ..model import Model
+from ..model import EngineStats, Model
 from ..plan import plan
+from ..profile import Profile, as_profile
+from ..profile_index import serving_all
 from . import common
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 HELP = "measure prefill and decode speed"
 
@@ -60,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="prompt tokens per step (default: %(default)s)")
     parser.add_argument("--text", metavar="FILE", help="text to use as the prompt (default: Python's own standard library)")
     parser.add_argument("--beyond-trained", action="store_true", help="allow depths above the length the model was trained for")
+    _add_together(parser)
     _add_rounds(parser)
     _add_peers(parser)
     group = parser.add_argument_group("output")
@@ -69,12 +77,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(usage_error=parser.error)
 
 
+def _add_together(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("in turns")
+    group.add_argument("--together", action="store_true",
+                       help="open the sessions of all depths (and the one of --restore) in one process, and let them decode in turns")
+    group.add_argument("--compare", metavar="NAME|FILE", action="append", default=[],
+                       help="another profile to decode under, from the very same sessions; may be given several times; implies --together")
+
+
 def _add_rounds(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("time")
     group.add_argument("--repeats", type=common.whole(1), metavar="N",
-                       help="rounds of measurements; medians are reported (default: 3, with --save 1)")
+                       help="rounds of measurements, or of turns; medians are reported (default: 3, with --save 1)")
     group.add_argument("--limit", type=common.real(0, above=True), metavar="SECONDS",
-                       help="leave out a measurement that takes longer (default: 300, with --save none)")
+                       help="leave out a measurement that takes longer (default: 300, with --save or --together none)")
     group.add_argument("--budget", type=common.real(0, above=True), metavar="SECONDS",
                        help="end with what was measured by then (default: none)")
 
@@ -91,30 +107,64 @@ def _add_peers(parser: argparse.ArgumentParser) -> None:
 # ---- the command ------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Setting:
+    """What the model file tells, and the options of all measurements."""
+
+    facts: dict[str, Any]
+    shape: bounds.Shape
+    stats: EngineStats
+    source: str
+    ids: npt.NDArray[np.int32]
+    depths: list[int]
+    restored: int | None
+    """Tokens in the file of --restore."""
+    options: Options
+
+
 def run(args: argparse.Namespace) -> int:
     pythons = _check(args)
-    if args.context is not None:
-        args.depths, args.beyond_trained = [args.context], True
     args.repeats = args.repeats or (1 if args.save else 3)
-    with _open(args) as model:
-        shape, stats, facts = bounds.shape_of(model), model.stats(), _facts(model, args)
-        depths = [_saved_length(model, args)] if args.restore else _fitting(model, args)
-        n_ids = min(max(depths), job.COMPUTED_TOKENS) if args.fill or args.restore else max(depths)
-        ids = job.prompt(model, n_ids + 1, args.text)
-        source = os.fsdecode(model.file)
-    points = [Point(depth, batch) for depth in depths for batch in (1, args.batch) if batch]
-    options = Options(args.decode_tokens, stats.n_threads, _engine(args), {"beyond_trained": args.beyond_trained},
-                      fill=args.fill is not None, save=_absolute(args.save), restore=_absolute(args.restore))
+    setting = _setting(args)
+    facts, stats = setting.facts, setting.stats
     common.say(f"{facts['arch']} {facts['dtype']}, {facts['parameters'] / 1e6:.0f}M parameters; {stats.isa}, {stats.n_threads} threads; "
                f"median of {args.repeats}; load average {facts['load_average'][0]:.1f}")
-    ours, peers = programs.ours(source), _find_peers(args, pythons)
+    measure = _measure_together if args.together else _measure_apart
+    everything, table = measure(args, setting, pythons)
+    facts["load_average"].append(_load_average())
+    _write(args, facts | {"isa": stats.isa, "threads": stats.n_threads} | everything, table)
+    return 0
+
+
+def _setting(args: argparse.Namespace) -> _Setting:
+    with _open(args) as model:
+        stats, session = model.stats(), {"beyond_trained": args.beyond_trained}
+        if args.together:
+            session |= serving_all(_profiles(args), model.calibrated)
+        restored = _saved_length(model, args) if args.restore else None
+        depths = _fitting(model, args) if args.depths or restored is None else []
+        deepest = max([*depths, restored or 0])
+        n_ids = min(deepest, job.COMPUTED_TOKENS) if args.fill or not depths else deepest
+        return _Setting(
+            facts=_facts(model, args), shape=bounds.shape_of(model), stats=stats, source=os.fsdecode(model.file),
+            ids=job.prompt(model, n_ids + 1, args.text), depths=depths, restored=restored,
+            options=Options(args.decode_tokens, stats.n_threads, _engine(args), session, fill=args.fill is not None,
+                            save=_absolute(args.save), restore=_absolute(args.restore)))
+
+
+def _measure_apart(args: argparse.Namespace, setting: _Setting, pythons: dict[str, str]) -> tuple[dict[str, Any], str]:
+    """Each depth in processes of its own, ours in turn with other programs. Returns the report and its table."""
+    stats, options, shape = setting.stats, setting.options, setting.shape
+    depths = setting.depths if setting.restored is None else [setting.restored]
+    points = [Point(depth, batch) for depth in depths for batch in (1, args.batch) if batch]
+    ours, peers = programs.ours(setting.source), _find_peers(args, pythons)
     machine = _ceilings(stats.n_threads, bounds.level(stats.isa, shape.dtype))
 
     def measure(program: Program, point: Point, seconds: float | None) -> dict[str, Any]:
         if program is ours and not args.restore:
-            _check_room(args, source, point)
+            _check_room(args, setting.source, point)
         _show(f"{program.name}, {point}{', restoring' if options.restore else ''} ...")
-        return program.measure(job.make(program.model, ids, point, options), seconds)
+        return program.measure(job.make(program.model, setting.ids, point, options), seconds)
 
     def after(point: Point, samples: Samples) -> None:
         n_bytes = report.step_bytes(shape, samples, point, options)
@@ -126,14 +176,30 @@ def run(args: argparse.Namespace) -> int:
     if reason is not None:
         raise MeasureError(f"nothing was measured: {reason}")
     found = report.rows(shape, samples, points, [peer.name for peer in peers], options, machine)
-    facts["load_average"].append(_load_average())
-    _write(args, found, {
-        **facts, "version": ours.facts["version"], "isa": stats.isa, "threads": stats.n_threads,
-        "peers": {peer.name: peer.facts for peer in peers}, "peer_model": programs.model_facts(args.peer_model) if peers else None,
-        "ceilings": machine.facts() if machine else None,
+    return {
+        "version": ours.facts["version"], "peers": {peer.name: peer.facts for peer in peers},
+        "peer_model": programs.model_facts(args.peer_model) if peers else None, "ceilings": machine.facts() if machine else None,
         "skipped": samples.skipped, "rows": found,
-    })
-    return 0
+    }, report.table(found, {peer.name: peer.facts["kv"] for peer in peers})
+
+
+def _measure_together(args: argparse.Namespace, setting: _Setting, pythons: dict[str, str]) -> tuple[dict[str, Any], str]:
+    """All depths and profiles in one process. Returns the report and its table."""
+    ours, batches = programs.ours(setting.source), [1, *([args.batch] if args.batch else [])]
+    for depth in setting.depths:
+        _check_room(args, setting.source, Point(depth, max(batches)))
+    turns = job.Turns(args.repeats, list(_profiles(args)), batches)
+    limits = [limit for limit in (args.limit, args.budget) if limit is not None]
+    answer = ours.measure(job.make_turns(ours.model, setting.ids, setting.depths, setting.restored, turns, setting.options),
+                          min(limits, default=None))
+    found = together.rows(answer, setting.shape.dtype)
+    return {"version": ours.facts["version"], "rows": found} | {
+        name: answer[name] for name in ("opened", "engine", "rss_peak_bytes")}, together.table(found)
+
+
+def _profiles(args: argparse.Namespace) -> dict[str, Profile]:
+    """What decodes in turns, by name."""
+    return {name: as_profile(name) for name in (args.profile, *args.compare)}
 
 
 def _limits(args: argparse.Namespace) -> Limits:
@@ -147,7 +213,7 @@ def _absolute(name: str | None) -> str | None:
 def _saved_length(model: Model, args: argparse.Namespace) -> int:
     """Tokens of the session in --restore FILE, which is found damaged, or of another model, before anything is measured."""
     kv = None if args.kv == "auto" else args.kv  # a format that was asked for and is not the one of the file is refused
-    trained, more = model.info.context_length, args.decode_tokens + 1
+    trained, more = model.info.context_length, _decoded(args)
     room = None if args.beyond_trained else max(trained - more, 1)  # is refused before the file is read
     try:
         with (
@@ -170,11 +236,20 @@ def _check(args: argparse.Namespace) -> dict[str, str]:
     pythons = dict(args.peer_python)
     if args.context is not None and args.depths is not None:
         args.usage_error("give --context or --depths, not both")
+    args.together = args.together or bool(args.compare)
+    if args.together and (args.peers or args.save or args.plot):
+        args.usage_error("--together and --compare are for our own program: they go without --peers, --save and --plot")
+    if len({args.profile, *args.compare}) < 1 + len(args.compare):
+        args.usage_error("--compare names a profile that is measured already")
+    if args.context is not None:
+        args.depths, args.beyond_trained = [args.context], True
     if args.fill and args.peers:
         args.usage_error("--fill is for our own program: the others would have to compute the whole context")
-    if args.restore and (args.fill or args.depths or args.context or args.text or args.peers or args.save):
-        args.usage_error("--restore takes the place of a prompt: it goes without --fill, --depths, --context, --text, --peers and --save")
-    if args.save and (len(args.depths or []) + (args.context is not None) != 1 or args.batch):
+    beside = args.together and args.depths  # a saved session beside others
+    if args.restore and (args.peers or args.save or not beside and (args.fill or args.depths or args.text)):
+        args.usage_error("--restore takes the place of a prompt: it goes without --peers and --save, and but for --together with --depths, "
+                         "without --depths, --context, --fill and --text")
+    if args.save and (len(args.depths or []) != 1 or args.batch):
         args.usage_error("--save writes one session: give it one depth, and no --batch")
     if args.peers and args.peer_model is None:
         args.usage_error("--peers needs --peer-model: a GGUF file of the same weights")
@@ -214,23 +289,28 @@ def _fitting(model: Model, args: argparse.Namespace) -> list[int]:
     """The depths asked for; ContextError if one passes the trained length. Of the default ones, those that do not."""
     trained = model.info.context_length
     depths: list[int] = sorted(set(args.depths or _DEFAULT_DEPTHS))
-    if args.beyond_trained or max(depths) + args.decode_tokens <= trained:
+    if args.beyond_trained or max(depths) + _decoded(args) <= trained:
         return depths
     if args.depths:
-        raise ContextError(f"depth {max(depths)} and {args.decode_tokens} tokens more pass the {trained} tokens the model was trained for; "
+        raise ContextError(f"depth {max(depths)} and {_decoded(args)} tokens more pass the {trained} tokens the model was trained for; "
                            "--beyond-trained allows it")
-    fitting = [depth for depth in depths if depth + args.decode_tokens <= trained]
+    fitting = [depth for depth in depths if depth + _decoded(args) <= trained]
     if not fitting:
         raise ContextError(f"the model was trained for {trained} tokens: give --depths below that, or --beyond-trained")
     common.say(f"depths above {max(fitting)} are left out: the model was trained for {trained} tokens (--beyond-trained)")
     return fitting
 
 
+def _decoded(args: argparse.Namespace) -> int:
+    """Tokens that a session may hold beyond its depth."""
+    return args.repeats * (args.decode_tokens + 1) + 1 if args.together else args.decode_tokens + 1
+
+
 def _check_room(args: argparse.Namespace, model: str, point: Point) -> None:
     """MeasureError if its sessions do not fit: told before minutes are spent on filling them."""
     engine = _engine(args)
     kv, profile, calibration = (engine.pop(name) for name in ("kv", "profile", "calibration"))
-    found = plan(model, context=point.depth + args.decode_tokens + 1, sessions=point.batch, beyond_trained=True, kv=kv,
+    found = plan(model, context=point.depth + _decoded(args), sessions=point.batch, beyond_trained=True, kv=kv,
                  profile=0 if profile == "exact" else profile, calibrated=None if calibration is None else bool(calibration),
                  max_sessions=max(256, point.batch), **engine)
     if not found.fits:
@@ -277,9 +357,9 @@ def _cpu_name() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def _write(args: argparse.Namespace, found: list[report.Row], everything: dict[str, Any]) -> None:
+def _write(args: argparse.Namespace, everything: dict[str, Any], table: str) -> None:
     text = json.dumps(everything, indent=1) + "\n"
-    common.write(text if args.json == "-" else report.table(found, {name: facts["kv"] for name, facts in everything["peers"].items()}))
+    common.write(text if args.json == "-" else table)
     if args.json not in (None, "-"):
         with common.output_file(args.json, sources=_sources(args)) as file:
             file.write(text.encode())

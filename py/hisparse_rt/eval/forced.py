@@ -15,11 +15,11 @@ from ..errors import ContextError, InvalidError
 from ..ids import as_ids
 from ..model import Model
 from ..profile import Profile
+from ..profile_index import index_of, keeps_history
 from ..session import Session
 from .statistics import log_softmax
 
 Ids = npt.NDArray[np.int32]
-INDEX_OF = {"sketch": "sketch", "cluster": "cluster", "minmax": "minmax", "gaussian": "gaussian"}
 _PLAIN_BYTES = {"f32": 4, "bf16": 2}
 _CODE_BYTES = {"int8": 1.13, "compact": 0.5, "vtq": 0.56}  # of a value, scales and means included
 
@@ -38,18 +38,6 @@ class Forced:
     seconds: float
 
 
-def index_of(model: Model, profile: Profile) -> str:
-    """The index that a profile's selector reads; means are in any of them."""
-    if profile.mode == "dense":
-        return "none"
-    selector = profile.rule(model.calibrated)
-    return INDEX_OF.get(selector, "sketch" if model.calibrated else "minmax" if selector in ("mean", "classic") else "none")
-
-
-def keeps_history(profile: Profile) -> bool:
-    return profile.mode == "sparse" and (profile.forced_history > 0 or profile.selector == "history")
-
-
 class Prompts:
     """Sessions that hold the dense prompt: one for each key-value format, index and history that profiles ask for, computed when needed.
 
@@ -57,7 +45,7 @@ class Prompts:
     """
 
     def __init__(self, model: Model, ids: Ids, room: int, profiles: Iterable[Profile] = (), *, beyond_trained: bool = False) -> None:
-        self._dense_index = next((index_of(model, profile) for profile in profiles if profile.mode == "sparse"), "none")
+        self._dense_index = next((index_of(profile, model.calibrated) for profile in profiles if profile.mode == "sparse"), "none")
         self.model, self.ids, self.room, self.beyond = model, ids, room, beyond_trained
         check_length(model, len(ids) + room, beyond_trained)
         self._sessions: dict[tuple[object, ...], Session] = {}
@@ -66,7 +54,7 @@ class Prompts:
     def fork(self, profile: Profile, kv: str | None = None) -> Iterator[Session]:
         """A session behind the prompt that goes on under `profile`."""
         own = profile.session_options()
-        index = index_of(self.model, profile) if profile.mode == "sparse" else self._dense_index
+        index = index_of(profile, self.model.calibrated) if profile.mode == "sparse" else self._dense_index
         key = (kv or self.model.kv, index, keeps_history(profile), *sorted(own.items()))
         if key not in self._sessions:
             session = self.model.session(context=len(self.ids) + self.room, kv=key[0], index=key[1], profile=self._dense(profile),
