@@ -136,6 +136,33 @@ def test_reading_everything_is_dense(model):
     assert nothing["bytes_read_per_token"] < everything["bytes_read_per_token"]
 
 
+def test_prompts_under_a_profile_and_what_follows_them(model):
+    """Each part has an effect of its own, and none where everything is read."""
+    few = replace(NOTHING, window_size=64, prefill_budget=128, prefill_dense_below=0)
+    everything = replace(EVERYTHING, window_size=64, prefill_budget=1 << 20, prefill_dense_below=0)
+    result = perplexity(model, {"text": TEXT}, {"few": few, "all": everything}, contexts=[1300], tokens=8,
+                        parts=["decode", "prefill", "both"])["profiles"]
+    assert {name: row["part"] for name, row in result.items()} == {
+        "few": "decode", "few, prefill": "prefill", "few, both": "both", "all": "decode", "all, prefill": "prefill", "all, both": "both"}
+    assert [result[name]["kl_mean"] for name in ("all", "all, prefill", "all, both")] == [0, 0, 0]
+    decode, prefill, both = (result[name] for name in ("few", "few, prefill", "few, both"))
+    assert len({round(row["kl_mean"], 9) for row in (decode, prefill, both)}) == 3 and min(row["kl_mean"] for row in (prefill, both)) > 1e-6
+    assert decode["attended_tokens"] == both["attended_tokens"] < 300 and prefill["attended_tokens"] == 1308
+    assert decode["covered_estimated"] < 1 and both["covered_estimated"] < 1 and math.isnan(prefill["covered_estimated"])
+    for profile, text in ((replace(few, prefill_dense_below=1300), "dense up to 1300 tokens"), (replace(few, prefill_budget=0), "always")):
+        with pytest.raises(hs.InvalidError, match=f"slow, prefill: its prompts are {text}"):
+            perplexity(model, {"text": TEXT}, {"slow": profile}, contexts=[1300], tokens=8, parts=["prefill"])
+
+
+def test_dense_attention_over_another_format(model):
+    """The same keys and values rounded: a small distance, and none to itself."""
+    exact = {"exact": PRESETS["exact"]}
+    assert perplexity(model, {"text": TEXT}, exact, contexts=[600], tokens=8)["profiles"]["exact"]["kl_mean"] == 0
+    rounded = perplexity(model, {"text": TEXT}, exact, contexts=[600], tokens=8, against_kv="bf16", parts=["decode", "both"])
+    assert rounded["dense"]["kv"] == "bf16" and list(rounded["profiles"]) == ["exact"]
+    assert 0 < rounded["profiles"]["exact"]["kl_mean"] < 1e-3
+
+
 def test_true_cover(model):
     """An oracle knows what it reads; with all in reach it reads all."""
     truth = Truth(attention_scale(model), 3)
@@ -263,6 +290,11 @@ def test_the_command(path, tmp_path):
     assert found["needle"]["summary"][str(profile)]["logprob_loss"] == 0
     assert set(found["recall"]["mean"]) == {"oracle", "sketch"}
     assert len(found["curve"]["points"]) == 4
+    formats = shell.run("eval", "ppl", path, "--text", text, "--context", 700, "--tokens", 4, "--kv", "bf16", *common)
+    exact = json.loads(formats.stdout)["profiles"]  # f32 is what the model has by itself
+    assert list(exact) == ["exact"] and exact["exact"]["kl_mean"] > 0
+    same = shell.run("eval", "ppl", path, "--text", text, "--context", 700, "--tokens", 4, "--kv", "bf16", "--against-kv", "bf16", *common)
+    assert list(json.loads(same.stdout)["profiles"]) == ["balanced"]
 
 
 def test_defaults_fit_the_model(tmp_path):
@@ -282,6 +314,8 @@ def test_the_command_refuses(path, tmp_path):
     shell.fails("eval", "ppl", path, "--text", tmp_path / "short.txt", text="tokens, and 4097 are needed")
     shell.fails("eval", "ppl", path, "--text", tmp_path / "none.txt", text="none.txt")
     shell.fails("eval", "ppl", path, "--profile", "turbo", text="known presets")
+    shell.fails("eval", "ppl", path, "--context", 700, "--profile", "fast", "--parts", "both", text="fast, both: .* up to 32768 tokens")
+    shell.fails("eval", "ppl", path, "--parts", "prompt", code=2, text="'prompt' is not one of decode, prefill, both")
     shell.fails("eval", "ppl", path, "--context", "a", code=2, text="not a whole number")
     shell.fails("eval", "needle", path, "--depths", "2", code=2, text="a depth is from 0")
     shell.fails("eval", "needle", path, "--kinds", "hay", code=2, text="'hay' is not one of single")

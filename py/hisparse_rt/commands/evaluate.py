@@ -16,6 +16,7 @@ from ..checks import text_content
 from ..errors import InvalidError
 from ..model import Model
 from ..profile import PRESETS, SELECTORS, Profile, as_profile
+from ..session import KV_FORMATS
 from . import common
 
 if TYPE_CHECKING:
@@ -88,7 +89,14 @@ def _add_compare(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_ppl(parser: argparse.ArgumentParser) -> None:
+    from ..eval.ppl import PARTS
+
     _add_text(parser, 256)
+    parser.add_argument("--parts", type=common.checked(_names(PARTS)), default=["decode"], metavar="PART,PART",
+                        help="what a profile computes: decode, after a dense prompt; prefill, which dense decoding follows; or both "
+                             "(default: decode)")
+    parser.add_argument("--against-kv", choices=KV_FORMATS, default="auto",
+                        help="key-value format of the dense run that --kv and profiles are compared with (default: auto)")
     parser.add_argument("--truth", type=common.whole(1), metavar="N",
                         help="also tell how much of the attention of N tokens was really read")
     _add_compare(parser)
@@ -137,11 +145,15 @@ def _usual(args: argparse.Namespace, model: Model, room: int) -> int:
     return _USUAL if args.beyond_trained or trained <= room else min(_USUAL, trained - room)
 
 
-def _profiles(args: argparse.Namespace) -> dict[str, Profile]:
-    """The profiles to compare with dense attention, by name."""
-    named = {} if args.chosen.mode == "dense" and args.profile == "exact" else {args.profile: args.chosen}
-    named |= {name: as_profile(name) for name in args.compare}
+def _profiles(args: argparse.Namespace, model: Model, against_kv: str = "auto") -> dict[str, Profile]:
+    """The profiles to compare with dense attention, by name. Dense attention over another key-value format is one of them."""
+    same = args.profile == "exact" and _format(args.kv, model) == _format(against_kv, model)
+    named = ({} if same else {args.profile: args.chosen}) | {name: as_profile(name) for name in args.compare}
     return named or {"balanced": PRESETS["balanced"]}
+
+
+def _format(kv: str, model: Model) -> str:
+    return kv if kv != "auto" else "f32" if model.info.dtype == "f32" else "bf16"
 
 
 def _library(characters: int) -> str:
@@ -180,7 +192,8 @@ def _ppl(args: argparse.Namespace) -> int:
     texts = _texts(args, max(args.context or [_USUAL]) + args.tokens + 1)
     with _open(args) as model, progress.bar("evaluating", "run") as report:
         contexts = args.context or [_usual(args, model, args.tokens)]
-        result = perplexity(model, texts, _profiles(args), contexts=contexts, tokens=args.tokens, truth=_truth(args, model),
+        result = perplexity(model, texts, _profiles(args, model, args.against_kv), contexts=contexts, tokens=args.tokens,
+                            truth=_truth(args, model), parts=args.parts, against_kv=args.against_kv,
                             beyond_trained=args.beyond_trained, report=report)
     return _print(args, result, _ppl_table)
 
@@ -250,7 +263,7 @@ def _needle(args: argparse.Namespace) -> int:
     text = _library(8 * max(args.lengths or [_USUAL])) if args.text is None else text_content(args.text)
     with _open(args) as model, progress.bar("evaluating", "prompt") as report:
         lengths = args.lengths or [_usual(args, model, ROOM)]
-        result = retrieve(model, text, _profiles(args), lengths=lengths, depths=args.depths, kinds=args.kinds, seed=args.seed,
+        result = retrieve(model, text, _profiles(args, model), lengths=lengths, depths=args.depths, kinds=args.kinds, seed=args.seed,
                           beyond_trained=args.beyond_trained, report=report)
     return _print(args, result, _needle_table)
 

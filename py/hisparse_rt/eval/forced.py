@@ -14,9 +14,9 @@ import numpy.typing as npt
 from ..errors import ContextError, InvalidError
 from ..ids import as_ids
 from ..model import Model
-from ..profile import Profile
+from ..profile import PRESETS, Profile
 from ..profile_index import index_of, keeps_history
-from ..session import Session
+from ..session import Session, SessionStats
 from .statistics import log_softmax
 
 Ids = npt.NDArray[np.int32]
@@ -39,7 +39,8 @@ class Forced:
 
 
 class Prompts:
-    """Sessions that hold the dense prompt: one for each key-value format, index and history that profiles ask for, computed when needed.
+    """Sessions that hold the prompt: one for each key-value format, index, history and way to compute it that profiles ask for,
+    made when needed.
 
     profiles: those that will be asked for; dense attention, which needs no index, then shares the session of the first.
     """
@@ -51,20 +52,22 @@ class Prompts:
         self._sessions: dict[tuple[object, ...], Session] = {}
 
     @contextlib.contextmanager
-    def fork(self, profile: Profile, kv: str | None = None) -> Iterator[Session]:
-        """A session behind the prompt that goes on under `profile`."""
+    def fork(self, profile: Profile, kv: str | None = None, part: str = "decode") -> Iterator[Session]:
+        """A session behind the prompt, of which `profile` computes a part: what follows (decode), the prompt (prefill), or both.
+        The rest is dense."""
         own = profile.session_options()
         index = index_of(profile, self.model.calibrated) if profile.mode == "sparse" else self._dense_index
-        key = (kv or self.model.kv, index, keeps_history(profile), *sorted(own.items()))
+        prompt = profile if part != "decode" else self._dense(profile)
+        key = (kv or self.model.kv, index, keeps_history(profile), prompt if part != "decode" else None, *sorted(own.items()))
         if key not in self._sessions:
-            session = self.model.session(context=len(self.ids) + self.room, kv=key[0], index=key[1], profile=self._dense(profile),
+            session = self.model.session(context=len(self.ids) + self.room, kv=key[0], index=index, profile=prompt,
                                          beyond_trained=self.beyond, **own)
             session.append(self.ids)
             session.prefill()
             self._sessions[key] = session
         fork = self._sessions[key].fork()
         try:
-            fork.set_profile(profile)
+            fork.set_profile(PRESETS["exact"] if part == "prefill" else profile)
             yield fork
         finally:
             fork.close()
@@ -88,14 +91,21 @@ class Prompts:
 def forced(session: Session, ids: Ids) -> Forced:
     """Feed `ids` to a session one at a time, as decoding would."""
     rows = np.empty((len(ids), session.model.info.vocab_size), np.float32)
-    began = time.perf_counter()
+    before, began = session.stats(), time.perf_counter()
     for row, token in enumerate(ids):
         rows[row] = session.logits([int(token)])[0]
     seconds = time.perf_counter() - began
     stats = session.stats()
     rows[:, session.model.info.tokenizer_size:] = -np.inf  # padding ids are never sampled
-    attended = stats.attended_tokens if stats.sparse_rows else float(stats.n_computed)
-    return Forced(log_softmax(rows), stats.covered_mean if stats.sparse_rows else math.nan, attended, stats.index_bytes, seconds)
+    attended = stats.attended_tokens if stats.sparse_rows > before.sparse_rows else float(stats.n_computed)
+    return Forced(log_softmax(rows), _covered(before, stats), attended, stats.index_bytes, seconds)
+
+
+def _covered(before: SessionStats, after: SessionStats) -> float:
+    """What rows between the two believe to have read."""
+    rows = after.sparse_rows - before.sparse_rows
+    earlier = before.covered_mean * before.sparse_rows if before.sparse_rows else 0.0
+    return (after.covered_mean * after.sparse_rows - earlier) / rows if rows else math.nan
 
 
 def bytes_per_token(session: Session, run: Forced) -> float:
