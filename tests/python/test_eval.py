@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import hisparse_rt as hs
 import numpy as np
@@ -16,6 +17,7 @@ from hisparse_rt.calibration import write_calibration
 from hisparse_rt.eval.curve import curve
 from hisparse_rt.eval.estimates import RULES, Head, Query, Setting, exact, top
 from hisparse_rt.eval.forced import Prompts, forced
+from hisparse_rt.eval.index_bytes import clusters_read, index_read
 from hisparse_rt.eval.needle import KINDS, needles, prompt_ids, retrieve
 from hisparse_rt.eval.ppl import perplexity
 from hisparse_rt.eval.recall import Truth, recall
@@ -122,6 +124,29 @@ def test_virtual_tokens_are_exact_where_values_are_alike():
 
 def test_ties_go_to_the_earlier():
     assert np.flatnonzero(top(np.array([1.0, 2.0, 2.0, 2.0, 0.0]), 2)).tolist() == [1, 2]
+
+
+# ---- bytes ------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_the_index_by_hand():
+    """Heads of 64: entries of 192 bytes and codes of 768 for a page; mean values of 68."""
+    tail = 4 * (192 + 768)
+    assert clusters_read(256, 4096, 64) == tail  # no whole segment
+    assert clusters_read(8192 + 256, 8192, 64) == 8192 * 14 + 128 * 68 + tail  # all of it are candidates
+    assert clusters_read(3 * 8192, 4096, 64) == 3 * 8192 * 1.75 + 4096 * 14 + 384 * 68
+    million = 128 * 8192
+    assert clusters_read(million, 4096, 64) == million * 1.75 / 15 + 32 * 4096 * 1.75 + 4096 * 14 + 4096 * 68
+    assert clusters_read(million, 4096, 64) < million * 16 / 10  # of what a flat scan of the records reads
+
+    stats = SimpleNamespace(n_computed=64 + 512 + 3 * 8192 + 63, index_bytes=77)
+    info = SimpleNamespace(n_layers=3, n_kv_heads=2, head_dim=64)
+    cluster = Profile(selector="cluster", budget=1024, dense_layers=(1,))
+    assert index_read(cluster, info, stats, True) == 2 * 2 * clusters_read(3 * 8192, 4096, 64)
+    assert index_read(replace(cluster, layer_budgets=((2, 2048),)), info, stats, True) == 2 * (
+        clusters_read(3 * 8192, 4096, 64) + clusters_read(3 * 8192, 8192, 64))
+    assert index_read(Profile(selector="sketch"), info, stats, True) == 77 == index_read(PRESETS["balanced"], info, stats, False)
+    assert index_read(PRESETS["exact"], info, stats, True) == 0
 
 
 # ---- a model ----------------------------------------------------------------------------------------------------

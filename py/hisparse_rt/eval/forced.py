@@ -17,6 +17,7 @@ from ..model import Model
 from ..profile import PRESETS, Profile
 from ..profile_index import index_of, keeps_history
 from ..session import Session, SessionStats
+from .index_bytes import index_read
 from .statistics import log_softmax
 
 Ids = npt.NDArray[np.int32]
@@ -34,7 +35,6 @@ class Forced:
     """Estimated share of the attention that was read, mean over tokens; NaN for a dense run."""
     attended: float
     """Tokens read per query and key-value head."""
-    index_bytes: int
     seconds: float
 
 
@@ -98,7 +98,7 @@ def forced(session: Session, ids: Ids) -> Forced:
     stats = session.stats()
     rows[:, session.model.info.tokenizer_size:] = -np.inf  # padding ids are never sampled
     attended = stats.attended_tokens if stats.sparse_rows > before.sparse_rows else float(stats.n_computed)
-    return Forced(log_softmax(rows), _covered(before, stats), attended, stats.index_bytes, seconds)
+    return Forced(log_softmax(rows), _covered(before, stats), attended, seconds)
 
 
 def _covered(before: SessionStats, after: SessionStats) -> float:
@@ -108,11 +108,12 @@ def _covered(before: SessionStats, after: SessionStats) -> float:
     return (after.covered_mean * after.sparse_rows - earlier) / rows if rows else math.nan
 
 
-def bytes_per_token(session: Session, run: Forced) -> float:
-    """Key, value and index bytes that one decoded token reads, about: what it attends, and the whole index once."""
-    info, kv = session.model.info, session.stats().kv_format
-    each = _PLAIN_BYTES[kv] if kv in _PLAIN_BYTES else _CODE_BYTES.get(kv, 2)
-    return run.attended * 2 * each * info.head_dim * info.n_layers * info.n_kv_heads + run.index_bytes
+def bytes_per_token(session: Session, run: Forced, profile: Profile) -> float:
+    """Key, value and index bytes that one decoded token reads, about: what it attends, and what its selector looks at."""
+    info, stats = session.model.info, session.stats()
+    each = _PLAIN_BYTES.get(stats.kv_format) or _CODE_BYTES.get(stats.kv_format, 2)
+    attended = run.attended * 2 * each * info.head_dim * info.n_layers * info.n_kv_heads
+    return attended + index_read(profile, info, stats, session.model.calibrated)
 
 
 def check_length(model: Model, tokens: int, beyond_trained: bool) -> None:

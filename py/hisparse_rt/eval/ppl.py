@@ -52,9 +52,10 @@ def perplexity(
                 dense_facts.append((_loss(dense.logprobs, following), dense.seconds / tokens))
                 done = _told(report, done, total)
                 for name, (profile, part) in cases.items():
+                    decoding_by = PRESETS["exact"] if part == "prefill" else profile
                     with prompts.fork(profile, part=part) as session:
-                        run, true = _run(session, shown, PRESETS["exact"] if part == "prefill" else profile, truth)
-                        size = bytes_per_token(session, run)
+                        run, true = _run(session, shown, decoding_by, truth)
+                        size = bytes_per_token(session, run, decoding_by)
                     runs[name].append(compare(dense.logprobs, run.logprobs, following))
                     facts[name].append((run.covered, run.attended, size, run.seconds / tokens, _loss(run.logprobs, following), true))
                     done = _told(report, done, total)
@@ -81,7 +82,7 @@ def check_prefill(name: str, profile: Profile, context: int) -> None:
         raise InvalidError(f"{name}: its prompts are always dense, prefill_budget is 0")
     dense = max(profile.prefill_dense_below, profile.dense_below)
     if context <= dense:
-        raise InvalidError(f"{name}: its prompts are dense up to {dense} tokens (prefill_dense_below, dense_below), and this one has {context}")
+        raise InvalidError(f"{name}: its prompts are dense up to {dense} tokens (prefill_dense_below, dense_below), this one has {context}")
 
 
 def _run(session: Session, ids: Ids, profile: Profile, truth: Truth | None) -> tuple[Forced, float]:

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bytes of the index that a decoded token reads at most, by the layout in docs/sparse-attention.md."""
+from __future__ import annotations
+
+from ..model import ModelInfo
+from ..profile import Profile
+from ..session import SessionStats
+from .estimates import PAGE, SKETCH_COMPONENTS, Setting
+
+_SEGMENT = 8192
+_CENTRE = 1.75
+"""Of the centres of clusters, for each token of a segment; families have a fifteenth of that."""
+_FAMILIES = 15
+_MEMBER = 14
+"""Of a token that is looked at."""
+_FAMILIES_FROM = 32  # tokens for each candidate
+
+
+def index_read(profile: Profile, info: ModelInfo, stats: SessionStats, calibrated: bool) -> float:
+    """Of all layers and key-value heads: nothing for dense attention, what is looked at for clusters, else the whole index."""
+    if profile.mode == "dense":
+        return 0.0
+    if profile.rule(calibrated) != "cluster":
+        return float(stats.index_bytes)
+    own, budgets = profile.session_options(), dict(profile.layer_budgets)
+    near = own.get("sink_size", Setting.sink) + own.get("window_size", Setting.window)
+    far = max(0, stats.n_computed - near) // PAGE * PAGE
+    layers = [layer for layer in range(info.n_layers) if layer not in profile.dense_layers]
+    return sum(info.n_kv_heads * clusters_read(far, _candidates(profile, budgets.get(layer, profile.budget), far), info.head_dim)
+               for layer in layers)
+
+
+def clusters_read(far: int, candidates: int, head_dim: int) -> float:
+    """Of one layer and key-value head, with `far` tokens outside sink and window."""
+    whole, mean_value = far // _SEGMENT * _SEGMENT, head_dim + 4
+    behind = (far - whole) // PAGE * (_entry(head_dim) + PAGE * SKETCH_COMPONENTS // 2)
+    if candidates >= whole:
+        return whole * _MEMBER + whole // PAGE * mean_value + behind
+    centres = whole * _CENTRE
+    if whole > _FAMILIES_FROM * candidates:
+        centres = whole * _CENTRE / _FAMILIES + _FAMILIES_FROM * candidates * _CENTRE
+    return centres + candidates * _MEMBER + min(candidates, whole // PAGE) * mean_value + behind
+
+
+def _candidates(profile: Profile, budget: int, far: int) -> int:
+    budget = max(budget, round(profile.sparse_ratio * far))
+    return profile.candidates or max(4 * budget, 4096)
+
+
+def _entry(head_dim: int) -> int:
+    return -(-(8 + 2 * head_dim + 2 * SKETCH_COMPONENTS) // 64) * 64
