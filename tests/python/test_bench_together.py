@@ -47,9 +47,12 @@ def test_profiles_are_compared_on_the_same_session(path, few) -> None:
     for row in (dense, sparse):
         assert row["depth"] == 700 and row["steps"] == 6 and len(row["runs"]) == 2 and row["time_ratio"] == 1
         assert row["session"]["n_tokens"] == 700 + 2 * 4 and row["ours"] == pytest.approx(1e3 / row["median_ms"])
+    shares = written["opened"][0]["prefill_shares"]
+    assert shares["attend"] > 0 and shares["seal"] > 0 and shares["select"] == shares["cluster"] == 0 and sum(shares.values()) < 1
     assert written["opened"][0]["computed_tokens"] == 700 and written["rss_peak_bytes"] > 1 << 20
     assert dense["session"]["sparse_rows"] == 0 and sparse["session"]["sparse_rows"] == 8
     assert sparse["session"]["attended_tokens"] <= 64 + 128 + 16
+    assert dense["select_share"] == 0 < sparse["select_share"] < sparse["attention_share"] < 1 and 0 < dense["attention_share"] < 1
 
 
 def test_depths_and_batches_take_turns_beside_a_saved_session(path, few, tmp_path) -> None:
@@ -79,7 +82,8 @@ def test_long_sessions_share_what_was_computed(path) -> None:
 def test_rows_by_hand() -> None:
     def member(depth, profile, *turns):
         return {"depth": depth, "batch": 2, "profile": profile, "kv": "bf16", "session": {},
-                "turns": [{"first": seconds[0] * 10, "seconds": list(seconds), "waited": 0.5} for seconds in turns]}
+                "turns": [{"first": seconds[0] * 10, "steps": list(seconds), "waited": 0.5, "selecting": [0.25, 0.25],
+                           "attention": [second / 2 for second in seconds]} for seconds in turns]}
 
     members = [member(8, "a", (1, 2), (3, 10)), member(8, "b", (1, 1), (1, 1)), member(9, "a", (5, 5), (5, 5))]
     found = together.rows({"members": members}, "q4")
@@ -87,6 +91,8 @@ def test_rows_by_hand() -> None:
     assert [row["speed_ratio"] for row in found] == [1, 2.5, 1] and [row["time_ratio"] for row in found] == [1, 1, 2]
     assert [row["mean_time_ratio"] for row in found] == [1, 1, 1.25] and found[0]["runs"] == [1500, 6500]
     assert found[0]["ours"] == 0.8 and found[0]["first_ms"] == 20000 and found[0]["wait_share"] == pytest.approx(1 / 16)
+    assert [row["attention_ms"] for row in found] == [1250, 500, 2500] and [row["attention_ratio"] for row in found] == [1, 2.5, 1]
+    assert found[0]["attention_share"] == 0.5 and found[0]["select_share"] == 0.1 and found[0]["select_ms"] == 250
     assert len({len(line) for line in together.table(found).splitlines()}) == 1
 
 

@@ -34,16 +34,17 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
             with bar(job, "saving", "B") as shown, Clock() as clock:
                 sessions[0].save(job["save"], shown)
             details["save_seconds"] = clock.seconds
-        first, seconds, waited = decode(model, sessions, job["decode_tokens"], job["generate"])
+        done = decode(model, sessions, job["decode_tokens"], job["generate"])
         stats = [session.stats() for session in sessions]
         return {
             "prefill": details["computed_tokens"] / details["prefill_seconds"] if details["prefill_seconds"] else None,
-            "decode": len(sessions) * job["decode_tokens"] / sum(seconds),
+            "decode": len(sessions) * job["decode_tokens"] / sum(done.steps),
             "kv": stats[0].kv_format, "kv_bytes": sum(one.kv_bytes for one in stats),
             "details": details | {
-                "first_step_seconds": first,
-                "wait_share": waited / sum(seconds),
-                "step_seconds_p99": sorted(seconds)[min(len(seconds) - 1, round(0.99 * len(seconds)))],
+                "first_step_seconds": done.first,
+                "wait_share": done.waited / sum(done.steps),
+                "attention_share": sum(done.attention) / sum(done.steps), "select_share": sum(done.selecting) / sum(done.steps),
+                "step_seconds_p99": sorted(done.steps)[min(len(done.steps) - 1, round(0.99 * len(done.steps)))],
                 "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "session": plain(stats[0]), "engine": plain(model.stats()),
             },

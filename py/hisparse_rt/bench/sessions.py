@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,18 +52,23 @@ def opened(model: Model, job: dict[str, Any], options: dict[str, Any]) -> tuple[
 def _computed(model: Model, job: dict[str, Any], options: dict[str, Any]) -> tuple[list[Session], dict[str, Any]]:
     prompts, filled = job["prompts"], job["fill"]
     own = prompts if _SHARED * len(prompts[0]) > job["depth"] else prompts[:1]
-    sessions = [model.session(**options) for _ in own]
+    sessions, before = [model.session(**options) for _ in own], model.stats()
     with bar(job, "computing", "tok") as shown, Clock() as prefill:
         for i, (session, prompt) in enumerate(zip(sessions, own, strict=True)):
             session.append(prompt)
             session.prefill(part(shown, i, len(sessions)))
+    after = model.stats()
     sessions += [sessions[0].fork() for _ in prompts[len(own):]]
     with bar(job, "filling", "tok") as shown, Clock() as fill:
         for seed, session in enumerate(sessions):
             if filled:
                 session.fill(filled, seed, part(shown, seed, len(sessions)))
     rate = len(prompts) * filled / fill.seconds if filled else None
-    return sessions, {"prefill_seconds": prefill.seconds, "computed_tokens": sum(map(len, own)), "fill_tokens_per_second": rate}
+    return sessions, {
+        "prefill_seconds": prefill.seconds, "computed_tokens": sum(map(len, own)), "fill_tokens_per_second": rate,
+        "prefill_shares": {work: (getattr(after, f"{work}_ns") - getattr(before, f"{work}_ns")) / 1e9 / prefill.seconds
+                           for work in ("attend", "select", "seal", "cluster")},
+    }
 
 
 def _restored(model: Model, job: dict[str, Any], options: dict[str, Any]) -> tuple[list[Session], dict[str, Any]]:
@@ -84,19 +90,38 @@ def warm_up(model: Model, ids: list[int], options: dict[str, Any]) -> None:
         session.generate(max_tokens=2, ignore_eos=True)
 
 
-def decode(model: Model, sessions: list[Session], steps: int, options: dict[str, Any]) -> tuple[float, list[float], float]:
-    """Seconds of the first step, which reads what was never read before; of each of `steps` more; and of waiting for pages in these."""
+@dataclasses.dataclass(frozen=True)
+class Decoded:
+    """Seconds."""
+
+    first: float
+    """Of the first step, which reads what was not read before."""
+    steps: list[float]
+    """Of each step behind it."""
+    attention: list[float]
+    """Of that, on attention: selecting and attending."""
+    selecting: list[float]
+    waited: float
+    """In these steps for pages, in all."""
+
+
+def decode(model: Model, sessions: list[Session], steps: int, options: dict[str, Any]) -> Decoded:
+    """One step, and `steps` more."""
     streams = [session.generate(stream=True, max_tokens=steps + 1, ignore_eos=True, **options) for session in sessions]
-    seconds, waited = [], 0
-    for step in range(steps + 1):
+    with Clock() as first:
+        _advance(streams, 1)
+    seconds, stats = [], [model.stats()]
+    for step in range(steps):
         with Clock() as clock:
-            _advance(streams, step + 1)
+            _advance(streams, step + 2)
         seconds.append(clock.seconds)
-        waited = waited if step else model.stats().cold_wait_ns
-    waited = model.stats().cold_wait_ns - waited
+        stats.append(model.stats())
     for stream in streams:
         stream.close()
-    return seconds[0], seconds[1:], waited / 1e9
+    attending, selecting = ([(getattr(after, name) - getattr(before, name)) / 1e9 for before, after in itertools.pairwise(stats)]
+                            for name in ("attend_ns", "select_ns"))
+    attention = [sum(parts) for parts in zip(attending, selecting, strict=True)]
+    return Decoded(first.seconds, seconds, attention, selecting, (stats[-1].cold_wait_ns - stats[0].cold_wait_ns) / 1e9)
 
 
 def _advance(streams: list[Stream], n_tokens: int) -> None:

@@ -6,7 +6,7 @@ What the machine does meanwhile falls on all of them, and profiles are compared 
 from __future__ import annotations
 
 import resource
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..load import load
@@ -63,8 +63,7 @@ def _take_turns(model: Model, job: dict[str, Any], members: list[Member]) -> Non
         for number in range(rounds):
             # Who comes second finds other caches, so the order changes from round to round.
             for i, member in enumerate(members[::-1 if number % 2 else 1]):
-                first, seconds, waited = decode(model, member.sessions, job["decode_tokens"], job["generate"])
-                member.turns.append({"first": first, "seconds": seconds, "waited": waited})
+                member.turns.append(asdict(decode(model, member.sessions, job["decode_tokens"], job["generate"])))
                 if shown is not None:
                     shown(number * len(members) + i + 1, rounds * len(members))
 
