@@ -29,7 +29,7 @@ typedef enum hsri_selector {
     HSRI_SELECT_ORACLE     /* exact scores from the pages themselves; for measuring */
 } hsri_selector;
 
-#define HSRI_SPARSE_VIRTUAL 1u      /* unselected units count as virtual tokens (decode rows) */
+#define HSRI_SPARSE_VIRTUAL 1u      /* unselected units count as virtual tokens */
 #define HSRI_SPARSE_ESTIMATE 2u     /* so do, with that, selected ones whose pages are not in memory */
 
 /* Settings of one sequence; device array parallel to the batch's seqs. */
@@ -73,7 +73,8 @@ typedef struct hsri_pick {
 typedef struct hsri_lists {
     hsri_ref units;                 /* uint32[n_picks][n_kv_heads][stride] */
     hsri_ref counts;                /* uint32[n_picks][n_kv_heads] */
-    hsri_ref virtual_part;          /* float[n_rows][n_heads]{ m, l, o[d] }; empty (m -inf, l 0) for picks of several rows and where off */
+    hsri_ref virtual_part;          /* float[n_rows][n_heads]{ m, l, o[d] }, of a row that does not vote the last vote's in proportion to
+                                     * what it reads exactly; empty (m -inf, l 0) where off */
     hsri_ref covered;               /* float[n_rows][n_heads]: estimated share of the mass that is attended; NaN for rows that
                                      * did not vote */
     uint32_t stride;                /* >= the budget with its ratio + 4 * n_forced, of every pick */

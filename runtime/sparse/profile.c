@@ -205,7 +205,7 @@ void hsri_profile_fill(const hsri_profile *p, uint32_t layer, bool prefill, bool
 {
     const uint32_t flags = HSRI_SPARSE_VIRTUAL | (p->estimate ? HSRI_SPARSE_ESTIMATE : 0);
     *out = (hsri_sparse){
-        .selector = p->selector, .flags = p->virtual_tokens && virtual_helps && !prefill ? flags : 0,
+        .selector = p->selector, .flags = p->virtual_tokens && virtual_helps ? (prefill ? HSRI_SPARSE_VIRTUAL : flags) : 0,
         .budget_units = prefill ? p->prefill_units : p->layer_units[layer], .ratio = prefill ? 0 : p->ratio, .slice_units = p->slice_units,
         .candidates = p->candidates, .coarse_pages = p->coarse_pages, .fine_units = p->fine_units, .top_coarse = p->top_coarse,
         .top_fine = p->top_fine, .seed = p->seed,

@@ -227,8 +227,8 @@ static inline candidates find_candidates(const world *w, const hsri_kernels *ker
                 c.mass[i * n_units + segment * HSRI_SEGMENT_TOKENS / 16 + positions[j] / 16] +=
                     exp((double)w->scale * member_logit(w, cluster_record(w, seq, kv_head, segment), k % HSRI_SEGMENT_CLUSTERS, j,
                                                         (uint64_t)(p->row + i / g) * w->n_heads + kv_head * g + i % g));
-        for (uint32_t i = 0; i < p->n_rows * g && i / g % HSRI_PICK_STRIDE == 0; i++)
-            c.rest[i] -= (double)mass[i * n + k];
+        for (uint32_t i = 0; i < p->n_rows * g; i++)
+            c.rest[i] -= i / g % HSRI_PICK_STRIDE == 0 ? (double)mass[i * n + k] : 0;
     }
     for (uint32_t i = 0; i < p->n_rows * g; i++) {
         const float *acc = w->acc + ((uint64_t)(p->row + i / g) * w->n_heads + kv_head * g + i % g) * (d + 2);
@@ -297,6 +297,20 @@ static inline void check_virtual(const world *w, const listing *l, const float *
     CHECK(near((double)part[0] + log((double)part[1]), top + log(left), 3 * tolerance));
 }
 
+/* Rows behind a vote have its virtual tokens, in proportion to what they read exactly. */
+static inline void check_followers(const world *w, const result *r, const listing *l, uint32_t vote, uint32_t h)
+{
+    const uint64_t query = (uint64_t)(l->pick->row + vote) * w->n_heads + h, width = w->d + 2;
+    const float   *part = r->virtual_part + query * width, *acc = w->acc + query * width;
+
+    for (uint32_t i = 1; i < HSRI_PICK_STRIDE && vote + i < l->pick->n_rows; i++) {
+        const float *next = part + i * w->n_heads * width, *exact = acc + i * w->n_heads * width;
+
+        CHECK(near((double)(next[0] - exact[0]) - log((double)exact[1]), (double)(part[0] - acc[0]) - log((double)acc[1]), 1e-4));
+        CHECK(memcmp(next + 1, part + 1, (width - 1) * sizeof *next) == 0);
+    }
+}
+
 /* What head h of voting row `vote` makes of the list. */
 static inline void check_query(const world *w, const result *r, listing *l, uint32_t vote, uint32_t h, double tolerance)
 {
@@ -329,10 +343,10 @@ static inline void check_query(const world *w, const result *r, listing *l, uint
         return;
     }
     CHECK(near((double)r->covered[query], seen / all, tolerance));
-    if (l->pick->n_rows == 1 && (l->settings->flags & HSRI_SPARSE_VIRTUAL) && l->settings->selector != HSRI_SELECT_MINMAX &&
-        left > 1e-20 * all)
+    if ((l->settings->flags & HSRI_SPARSE_VIRTUAL) && l->settings->selector != HSRI_SELECT_MINMAX && left > 1e-20 * all) {
         check_virtual(w, l, part, left, top, tolerance);
-    else if (left <= 0 || part[1] == 0.0f || l->pick->n_rows > 1)
+        check_followers(w, r, l, vote, h);
+    } else if (left <= 0 || part[1] == 0.0f)
         CHECK(part[0] == -INFINITY && part[1] == 0.0f && part[2] == 0.0f);
 }
 

@@ -586,12 +586,13 @@ static void write_covered(const choice *c, uint32_t n)
 /* What was chosen is attended; only the rest counts as virtual tokens. */
 static void clear_chosen(const choice *c, uint32_t n)
 {
-    for (uint32_t h = c->kv_head * c->job->heads_per_kv; h < (c->kv_head + 1) * c->job->heads_per_kv; h++) {
-        float *mass = c->job->mass + mass_at(c->job, c->p, 0, h);
+    for (uint32_t vote = 0; vote < c->p->n_votes; vote++)
+        for (uint32_t h = c->kv_head * c->job->heads_per_kv; h < (c->kv_head + 1) * c->job->heads_per_kv; h++) {
+            float *mass = c->job->mass + mass_at(c->job, c->p, vote, h);
 
-        for (uint32_t i = 0; i < n; i++)
-            mass[c->work[i]] = 0.0f;
-    }
+            for (uint32_t i = 0; i < n; i++)
+                mass[c->work[i]] = 0.0f;
+        }
 }
 
 static choice choice_of(const select_job *job, const pick_state *p, uint32_t kv_head)
@@ -661,16 +662,16 @@ static uint32_t spans_of(uint32_t n_chunks) { return (uint32_t)hsri_div_up(n_chu
 
 static uint64_t weigh_items(const select_job *job, const pick_state *p)
 {
-    return p->virtual_tokens ? (uint64_t)job->kv->n_kv_heads * spans_of(p->n_chunks) : 0;
+    return p->virtual_tokens ? (uint64_t)job->kv->n_kv_heads * p->n_votes * spans_of(p->n_chunks) : 0;
 }
 
 /* Sums of a span of one head: { mass, value[d] }. Heads are neighbours. */
-static float *means_at(const select_job *job, const pick_state *p, uint32_t head, uint32_t span)
+static float *means_at(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head, uint32_t span)
 {
-    return job->means + (((uint64_t)p->first_vote * job->max_spans + span) * job->n_heads + head) * (1 + job->kv->head_dim);
+    return job->means + (((uint64_t)(p->first_vote + vote) * job->max_spans + span) * job->n_heads + head) * (1 + job->kv->head_dim);
 }
 
-static void weigh_span(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t span)
+static void weigh_span(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t vote, uint32_t span)
 {
     const page_list l = hsri_cpu_pages_of(job, p, kv_head);
     const uint32_t head = kv_head * job->heads_per_kv, d = job->kv->head_dim, n_chunks = l.n_chunks;
@@ -680,19 +681,19 @@ static void weigh_span(const select_job *job, const pick_state *p, uint32_t kv_h
     for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
         uint32_t n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
 
-        memset(means_at(job, p, head + h0, span), 0, (uint64_t)n_heads * (1 + d) * sizeof(float));
+        memset(means_at(job, p, vote, head + h0, span), 0, (uint64_t)n_heads * (1 + d) * sizeof(float));
         for (uint32_t h = 0; h < n_heads; h++)
-            tops[h] = highest(job->raised + chunk_at(job, p, 0, head + h0 + h), n_chunks);
+            tops[h] = highest(job->raised + chunk_at(job, p, vote, head + h0 + h), n_chunks);
         for (uint32_t i = span * SPAN_CHUNKS; i < hsri_min((span + 1) * SPAN_CHUNKS, n_chunks); i++) {
             uint32_t n = pages_of_chunk(l.n_pages, i);
 
             find_entries(job, p, kv_head, &l, i * HSRI_SCORE_PAGES, n, entries);
             for (uint32_t h = 0; h < n_heads; h++)
-                factors[h] = factor_of(job->raised[chunk_at(job, p, 0, head + h0 + h) + i], tops[h]);
+                factors[h] = factor_of(job->raised[chunk_at(job, p, vote, head + h0 + h) + i], tops[h]);
             job->dev->kernels.sparse.add_means(entries, n, &p->seq->index_shape, n_heads,
-                                               job->mass + mass_at(job, p, 0,
+                                               job->mass + mass_at(job, p, vote,
                                                                    head + h0) + (uint64_t)i * CHUNK_UNITS, job->max_units, factors,
-                                               means_at(job, p, head + h0, span));
+                                               means_at(job, p, vote, head + h0, span));
         }
     }
 }
@@ -707,27 +708,29 @@ static void weigh_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
         const pick_state *p = find_pick(job, &i, weigh_items);
         uint32_t          n_spans = spans_of(p->n_chunks);
 
-        weigh_span(job, p, (uint32_t)(i / n_spans), (uint32_t)(i % n_spans));
+        weigh_span(job, p, (uint32_t)(i / n_spans / p->n_votes), (uint32_t)(i / n_spans % p->n_votes), (uint32_t)(i % n_spans));
     }
 }
 
-/* A partial of mass exp(m), l = 1; empty if nothing was left over. */
-static void finish_head(const select_job *job, const pick_state *p, uint32_t head)
+/* A partial of mass exp(m), l = 1; empty if nothing was left over. Of a prompt run each row has the estimate that was made for the last vote,
+ * about its own exact mass. */
+static void finish_head(const select_job *job, const pick_state *p, uint32_t row, uint32_t head)
 {
     const page_list l = hsri_cpu_pages_of(job, p, head / job->heads_per_kv);
     uint32_t d = job->kv->head_dim, n_spans = spans_of(l.n_chunks);
-    float   *part = job->virtual_part + ((uint64_t)p->row * job->n_heads + head) * (2 + d), mass;
+    const uint32_t vote = (row - p->row) / HSRI_PICK_STRIDE;
+    float   *part = job->virtual_part + ((uint64_t)row * job->n_heads + head) * (2 + d), mass;
 
     memset(part, 0, (2 + d) * sizeof *part);
     for (uint32_t i = 0; i < n_spans; i++)
-        job->dev->kernels.sparse.add_scaled(part + 1, 1.0f, means_at(job, p, head, i), 1 + d);
+        job->dev->kernels.sparse.add_scaled(part + 1, 1.0f, means_at(job, p, vote, head, i), 1 + d);
     mass = part[1];
     if (mass > 0.0f) {
         const float *about = p->seq->index_shape.kind == HSRI_INDEX_SKETCH
                                  ? hsri_cpu_calibration(job->dev, job->kv, job->layer, head / job->heads_per_kv).mean_v : NULL;
 
-        part[0] = reference_of(job, p, p->row, head) + logf(mass) +
-                  highest(job->raised + chunk_at(job, p, 0, head), l.n_chunks);
+        part[0] = reference_of(job, p, row, head) + logf(mass) +
+                  highest(job->raised + chunk_at(job, p, vote, head), l.n_chunks);
         part[1] = 1.0f;
         for (uint32_t j = 0; j < d; j++)
             part[2 + j] = part[2 + j] / mass + (about ? about[j] : 0.0f);
@@ -737,7 +740,7 @@ static void finish_head(const select_job *job, const pick_state *p, uint32_t hea
     }
 }
 
-static uint64_t finish_items(const select_job *job, const pick_state *p) { return p->virtual_tokens ? job->n_heads : 0; }
+static uint64_t finish_items(const select_job *job, const pick_state *p) { return p->virtual_tokens ? (uint64_t)job->n_heads * p->n_rows : 0; }
 
 static void finish_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
@@ -748,7 +751,7 @@ static void finish_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
         uint64_t          i = item;
         const pick_state *p = find_pick(job, &i, finish_items);
 
-        finish_head(job, p, (uint32_t)i);
+        finish_head(job, p, p->row + (uint32_t)i / job->n_heads, (uint32_t)i % job->n_heads);
     }
 }
 
@@ -779,7 +782,7 @@ static pick_state describe_pick(const select_job *job, uint32_t i)
     p.n_chunks = (uint32_t)hsri_div_up(p.n_pages, HSRI_SCORE_PAGES);
     p.scored = index || p.settings->selector == HSRI_SELECT_ORACLE;
     /* Bounds are no estimates: virtual tokens would weigh far too much. */
-    p.virtual_tokens = p.n_rows == 1 && p.n_pages > 0 && index && (p.settings->flags & HSRI_SPARSE_VIRTUAL) &&
+    p.virtual_tokens = p.n_pages > 0 && index && (p.settings->flags & HSRI_SPARSE_VIRTUAL) &&
                        p.settings->selector != HSRI_SELECT_MINMAX;
     p.budget = budget_of(&p, &p.slice_units);
     p.n_recorded = hsri_cpu_recorded_pages(&p);
@@ -946,7 +949,7 @@ static void cpu_set_aside(hsri_queue *q, const hsri_batch *batch, const hsri_kv_
         for (job.n_picks = 0; i < lists->n_picks && job.n_picks < BATCH_VOTES; i++) {
             pick_state p = describe_pick(&job, i);
 
-            if (p.virtual_tokens)
+            if (p.virtual_tokens && p.n_rows == 1)
                 job.picks[job.n_picks++] = p;
         }
         hsri_cpu_set_aside(dev, &job);
