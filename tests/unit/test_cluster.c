@@ -605,6 +605,22 @@ static void check_member_extremes(const world *w, const record *r, const hsri_ke
         CHECK(m->mass[2][u] == 0.0f);
 }
 
+/* Rows of heads taken as those of votes with two heads each: the same bits. */
+static void check_votes(const world *w, const record *r, const hsri_kernels *kernels, membership *m)
+{
+    static float mass[HEADS][HSRI_SEGMENT_UNITS];
+    hsri_member_score_args a = members_of(w, r, m, 0, 2);
+
+    a.mass = mass[0];
+    kernels->sparse.cluster.score_votes(&a, &(hsri_member_votes){ HEADS / 2, 2ull * w->d, 2 * HSRI_SEGMENT_CLUSTERS,
+                                                                  2 * HSRI_SEGMENT_UNITS });
+    CHECK(memcmp(mass, m->mass, HEADS / 2 * 2 * sizeof mass[0]) == 0);
+    a = members_of(w, r, m, 0, 1);
+    a.mass = mass[0];
+    kernels->sparse.cluster.score_votes(&a, &(hsri_member_votes){ HEADS, w->d, HSRI_SEGMENT_CLUSTERS, HSRI_SEGMENT_UNITS });
+    CHECK(memcmp(mass, m->mass, sizeof mass) == 0);
+}
+
 static void check_members(const world *w, const record *r, const hsri_kernels *kernels, double tolerance)
 {
     membership *m = make_members(w->d);
@@ -617,6 +633,7 @@ static void check_members(const world *w, const record *r, const hsri_kernels *k
     a.n_clusters = TAKEN;
     kernels->sparse.cluster.score_members(&a);
     check_marks(r, a, m->mass[0], kernels);
+    check_votes(w, r, kernels, m);
     for (uint32_t h = 0; h < HEADS; h++)
         check_member_head(w, r, kernels, m, h, &worst);
     if (!CHECK(worst < tolerance))

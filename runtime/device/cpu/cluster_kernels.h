@@ -82,6 +82,14 @@ typedef struct hsri_member_score_args {
     uint64_t        mass_stride;
 } hsri_member_score_args;
 
+/* Rows that vote together: so many of them, at most HSRI_MEMBER_VOTES, and how many floats are from what one has to what the next one has. */
+typedef struct hsri_member_votes {
+    uint32_t n;
+    uint64_t rotated, cluster_mass, mass;
+} hsri_member_votes;
+
+#define HSRI_MEMBER_VOTES 16u
+
 typedef struct hsri_cluster_kernels {
     /* every level has the same bits */
     void (*assign)(const hsri_assign_args *a);
@@ -91,6 +99,8 @@ typedef struct hsri_cluster_kernels {
     void (*score_families)(const hsri_cluster_score_args *a);
     /* masses of units, as of sparse_kernels.h */
     void (*score_members)(const hsri_member_score_args *a);
+    /* the same bits for several votes, of which `a` has the first */
+    void (*score_votes)(const hsri_member_score_args *a, const hsri_member_votes *votes);
 } hsri_cluster_kernels;
 
 void hsri_cluster_kernels_fill_ref(hsri_cluster_kernels *k);

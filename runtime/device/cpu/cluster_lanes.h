@@ -166,4 +166,16 @@ static inline void score_members(const hsri_member_score_args *a)
     }
 }
 
+static inline void score_votes(const hsri_member_score_args *first, const hsri_member_votes *votes)
+{
+    hsri_member_score_args a = *first;
+
+    for (uint32_t i = 0; i < votes->n; i++) {
+        score_members(&a);
+        a.rotated += votes->rotated;
+        a.cluster_mass += votes->cluster_mass;
+        a.mass += votes->mass;
+    }
+}
+
 #endif

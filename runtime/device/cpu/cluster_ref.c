@@ -4,5 +4,5 @@
 
 void hsri_cluster_kernels_fill_ref(hsri_cluster_kernels *k)
 {
-    *k = (hsri_cluster_kernels){ assign, score_clusters, score_families, score_members };
+    *k = (hsri_cluster_kernels){ assign, score_clusters, score_families, score_members, score_votes };
 }

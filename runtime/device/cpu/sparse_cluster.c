@@ -859,12 +859,34 @@ static float members_raised(const select_job *job, hsri_member_score_args a, uin
     return raised;
 }
 
-static void score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t vote)
+/* Rows of units from one vote to the next. */
+static hsri_member_votes votes_of(const select_job *job, const pick_state *p)
+{
+    return (hsri_member_votes){ p->n_votes, (uint64_t)HSRI_PICK_STRIDE * job->n_heads * job->kv->head_dim,
+                                job->n_heads * job->max_segments * CLUSTERS, job->n_heads * job->max_units };
+}
+
+/* Where masses of one head of a vote are at their limit. */
+static void raise_members(const select_job *job, const pick_state *p, uint32_t segment, uint32_t n_places, uint64_t n_units, uint32_t vote,
+                          uint32_t h, uint32_t head, hsri_member_score_args a)
+{
+    const hsri_member_votes votes = votes_of(job, p);
+
+    a.n_heads = 1;
+    a.rotated += vote * votes.rotated + (uint64_t)h * job->kv->head_dim;
+    a.cluster_mass += vote * votes.cluster_mass + h * a.cluster_stride;
+    a.mass += vote * votes.mass + h * a.mass_stride;
+    job->raised[chunk_at(job, p, vote, head) + segment] =
+        members_raised(job, a, n_places, n_units, job->clusters.raised[segments_at(job, p, vote, head) + segment]);
+}
+
+static void score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
 {
     const uint32_t *taken = job->first_taken + firsts_at(job, p, kv_head) + segment;
     const uint32_t *surveyed = job->first_surveyed + firsts_at(job, p, kv_head) + segment;
     const uint32_t *listed = first_listed_at(job, p, kv_head) + segment;
-    uint32_t        row = row_of_vote(p, vote), d = job->kv->head_dim, head = kv_head * job->heads_per_kv;
+    const uint32_t  head = kv_head * job->heads_per_kv;
+    const hsri_member_votes votes = votes_of(job, p);
     hsri_member_score_args a = { .record = record_at(job, p, kv_head, segment), .shape = &p->seq->index_shape,
                                  .clusters = taken_at(job, p, kv_head) + taken[0], .n_clusters = taken[1] - taken[0],
                                  .places = job->cluster_work + work_at(job, p, kv_head) + taken[0],
@@ -873,21 +895,17 @@ static void score_members(const select_job *job, const pick_state *p, uint32_t k
 
     for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
         a.n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
-        a.rotated = job->rotated + ((uint64_t)row * job->n_heads + head + h0) * d;
-        a.cluster_mass = job->cluster_mass + segments_at(job, p, vote, head + h0) * CLUSTERS + surveyed[0];
-        a.mass = job->mass + mass_at(job, p, vote, head + h0) + (uint64_t)listed[0] * HSRI_PAGE_UNITS;
-        job->dev->kernels.sparse.cluster.score_members(&a);
-        for (uint32_t h = 0; h < a.n_heads; h++) {
-            hsri_member_score_args one = a;
-
-            one.n_heads = 1;
-            one.rotated += (uint64_t)h * d;
-            one.cluster_mass += h * a.cluster_stride;
-            one.mass += h * a.mass_stride;
-            job->raised[chunk_at(job, p, vote, head + h0 + h) + segment] =
-                members_raised(job, one, surveyed[1] - surveyed[0], (uint64_t)(listed[1] - listed[0]) * HSRI_PAGE_UNITS,
-                               job->clusters.raised[segments_at(job, p, vote, head + h0 + h) + segment]);
-        }
+        a.rotated = job->rotated + ((uint64_t)p->row * job->n_heads + head + h0) * job->kv->head_dim;
+        a.cluster_mass = job->cluster_mass + segments_at(job, p, 0, head + h0) * CLUSTERS + surveyed[0];
+        a.mass = job->mass + mass_at(job, p, 0, head + h0) + (uint64_t)listed[0] * HSRI_PAGE_UNITS;
+        if (p->n_votes > 1)
+            job->dev->kernels.sparse.cluster.score_votes(&a, &votes);
+        else
+            job->dev->kernels.sparse.cluster.score_members(&a);
+        for (uint32_t vote = 0; vote < p->n_votes; vote++)
+            for (uint32_t h = 0; h < a.n_heads; h++)
+                raise_members(job, p, segment, surveyed[1] - surveyed[0], (uint64_t)(listed[1] - listed[0]) * HSRI_PAGE_UNITS, vote, h,
+                              head + h0 + h, a);
     }
 }
 
@@ -899,8 +917,7 @@ void hsri_cpu_score_segment(const select_job *job, const pick_state *p, uint32_t
     for (uint32_t i = 0; i < HSRI_MARK_WORDS; i++)
         for (uint32_t bits = marks[i]; bits; bits &= bits - 1)
             *listed++ = page + 32 * i + (uint32_t)__builtin_ctz(bits);
-    for (uint32_t vote = 0; vote < p->n_votes; vote++)
-        score_members(job, p, kv_head, segment, vote);
+    score_members(job, p, kv_head, segment);
 }
 
 /* ---- one measure ---- */

@@ -71,5 +71,5 @@ static void assign_256(const hsri_assign_args *a)
 
 void hsri_cluster_kernels_fill_avx2(hsri_cluster_kernels *k)
 {
-    *k = (hsri_cluster_kernels){ assign_256, score_clusters, score_families, score_members };
+    *k = (hsri_cluster_kernels){ assign_256, score_clusters, score_families, score_members, score_votes };
 }

@@ -15,4 +15,5 @@ void hsri_cluster_kernels_fill_avx512(hsri_cluster_kernels *k)
     k->score = score_clusters_512;
     k->score_families = score_families_512;
     k->score_members = score_members_512;
+    k->score_votes = score_votes_512;
 }

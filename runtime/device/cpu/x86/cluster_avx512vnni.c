@@ -62,5 +62,5 @@ static void assign_512(const hsri_assign_args *a)
 
 void hsri_cluster_kernels_fill_avx512vnni(hsri_cluster_kernels *k)
 {
-    *k = (hsri_cluster_kernels){ assign_512, score_clusters_512, score_families_512, score_members_512 };
+    *k = (hsri_cluster_kernels){ assign_512, score_clusters_512, score_families_512, score_members_512, score_votes_512 };
 }

@@ -387,3 +387,135 @@ static void score_members_512(const hsri_member_score_args *a)
     }
     _mm_setcsr(csr);
 }
+
+/* ---- members, for the votes of a prompt run ----
+ * A lane is a vote: no lane is empty because a cluster has few tokens, and a token's masses are added to its unit's at once. */
+
+_Static_assert(HSRI_MEMBER_VOTES == 16, "a vote is a lane");
+
+/* Of one head, as cluster_head for each vote. */
+typedef struct vote_weights {
+    __m512i quads[MAX_QUADS];
+    __m512  step, base;
+} vote_weights;
+
+static void prepare_votes(const hsri_member_score_args *a, const hsri_member_votes *votes, const hsri_cluster_layout *at, uint32_t h,
+                          vote_weights *w)
+{
+    _Alignas(64) int32_t quads[MAX_QUADS][16] = { { 0 } };
+    _Alignas(64) float   step[16] = { 0 }, base[16] = { 0 };
+    hsri_member_score_args one = *a;
+
+    for (uint32_t i = 0; i < votes->n; i++, one.rotated += votes->rotated) {
+        cluster_head head;
+
+        prepare_members(&one, at, h, &head);
+        for (uint32_t q = 0; q < MAX_QUADS; q++)
+            quads[q][i] = head.quads[q];
+        step[i] = head.step;
+        base[i] = head.base;
+    }
+    for (uint32_t q = 0; q < MAX_QUADS; q++)
+        w->quads[q] = _mm512_load_si512(quads[q]);
+    w->step = _mm512_load_ps(step);
+    w->base = _mm512_load_ps(base);
+}
+
+/* Codes of up to 16 tokens as a byte each, quad by quad. */
+INLINE void unpack_tokens(const int32_t *codes, __mmask16 mask, uint32_t n_sets, int32_t (*quads)[16])
+{
+    const __m512i low4 = _mm512_set1_epi8(15);
+
+    UNROLL for (uint32_t s = 0; s < n_sets; s++) {
+        __m512i bytes = _mm512_maskz_loadu_epi32(mask, codes + s * HSRI_SEGMENT_TOKENS);
+
+        _mm512_store_si512(quads[2 * s], _mm512_and_si512(bytes, low4));
+        _mm512_store_si512(quads[2 * s + 1], _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low4));
+    }
+}
+
+/* Masses of all votes are added to the units of one head. */
+INLINE void add_votes(const hsri_member_score_args *a, const hsri_member_votes *votes, const hsri_cluster_layout *at, uint32_t h,
+                      const vote_weights *w, uint32_t n_sets, __m512 *units)
+{
+    const uint16_t *starts = (const uint16_t *)(a->record + at->starts), *positions = (const uint16_t *)(a->record + at->positions);
+    const int32_t  *codes = (const int32_t *)(a->record + at->tokens);
+    const float    *cluster_mass = a->cluster_mass + h * a->cluster_stride;
+    const __m512i   rows = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                              _mm512_set1_epi32((int)votes->cluster_mass));
+    _Alignas(64) int32_t quads[MAX_QUADS][16];
+
+    for (uint32_t i = 0; i < a->n_clusters; i++) {
+        uint32_t k = a->clusters[i] % HSRI_SEGMENT_CLUSTERS, end = starts[k + 1];
+        __m512   spread = _mm512_set1_ps((float)a->record[at->spreads + k]), share = _mm512_set1_ps(1.0f / (float)(end - starts[k]));
+        __m512   step = _mm512_mul_ps(w->step, spread), base = _mm512_mul_ps(w->base, spread);
+        __m512   each = _mm512_mask_i32gather_ps(_mm512_setzero_ps(), lanes(votes->n), rows, cluster_mass + a->places[i], 4);
+
+        fetch_members(a, at, i + AHEAD, n_sets);
+        each = _mm512_mul_ps(each, share);
+        for (uint32_t first = starts[k]; first < end; first += 16) {
+            uint32_t part = end - first < 16 ? end - first : 16;
+
+            unpack_tokens(codes + first, lanes(part), n_sets, quads);
+            for (uint32_t t = 0; t < part; t++) {
+                __m512i sum = _mm512_setzero_si512();
+                __m512  log, *unit = units + positions[first + t] / HSRI_UNIT_TOKENS;
+
+                UNROLL for (uint32_t q = 0; q < 2 * n_sets; q++)
+                    sum = dot_bytes(sum, _mm512_set1_epi32(quads[q][t]), w->quads[q]);
+                log = _mm512_min_ps(_mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), step, base), _mm512_set1_ps(126.0f));
+                *unit = _mm512_add_ps(*unit, _mm512_mul_ps(exp2_16(log), each));
+            }
+        }
+    }
+}
+
+static void clear_units(const uint32_t *marks, __m512 *units)
+{
+    for (uint32_t i = 0; i < HSRI_MARK_WORDS; i++)
+        for (uint32_t bits = marks[i]; bits; bits &= bits - 1)
+            for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++)
+                units[(32 * i + (uint32_t)__builtin_ctz(bits)) * HSRI_PAGE_UNITS + u] = _mm512_setzero_ps();
+}
+
+/* Rows of marked pages' units, one for each vote. */
+static void store_votes(const hsri_member_score_args *a, const hsri_member_votes *votes, uint32_t h, const __m512 *units)
+{
+    float *mass = a->mass + h * a->mass_stride;
+
+    for (uint32_t i = 0; i < HSRI_MARK_WORDS; i++)
+        for (uint32_t bits = a->marks[i]; bits; bits &= bits - 1, mass += HSRI_PAGE_UNITS) {
+            const __m512 *page = units + (32 * i + (uint32_t)__builtin_ctz(bits)) * HSRI_PAGE_UNITS;
+            _Alignas(64) float of_votes[HSRI_PAGE_UNITS][16];
+            __m512 v[HSRI_PAGE_UNITS];
+
+            UNROLL for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++)
+                v[u] = _mm512_min_ps(page[u], _mm512_set1_ps(HSRI_MASS_MAX));
+            transpose4(v);
+            UNROLL for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++)
+                _mm512_store_ps(of_votes[u], v[u]);
+            for (uint32_t vote = 0; vote < votes->n; vote++)
+                _mm_storeu_ps(mass + vote * votes->mass, _mm_load_ps(of_votes[vote % 4] + vote / 4 * 4));
+        }
+}
+
+static void score_votes_512(const hsri_member_score_args *a, const hsri_member_votes *votes)
+{
+    hsri_cluster_layout at = hsri_cluster_layout_of(a->shape);
+    uint32_t            csr = _mm_getcsr();
+    __m512              units[HSRI_SEGMENT_UNITS];
+    vote_weights        w;
+
+    _mm_setcsr(csr | _MM_FLUSH_ZERO_ON);
+    for (uint32_t h = 0; h < a->n_heads; h++) {
+        prepare_votes(a, votes, &at, h, &w);
+        clear_units(a->marks, units);
+        switch (at.n / 8) {
+        case 1:  add_votes(a, votes, &at, h, &w, 1, units); break;
+        case 2:  add_votes(a, votes, &at, h, &w, 2, units); break;
+        default: add_votes(a, votes, &at, h, &w, 3, units); break;
+        }
+        store_votes(a, votes, h, units);
+    }
+    _mm_setcsr(csr);
+}
