@@ -217,6 +217,17 @@ static void wanted_rows(const hsri_part *p, uint32_t *first, uint32_t *n)
     *n = p->n_rows - (uint32_t)skip;
 }
 
+/* Are all rows finite at the end of the last layer? For prompts, few of whose rows have logits: a key or value that is no number makes
+ * its own row none, at least. */
+static void enqueue_check(hsr_engine *e)
+{
+    hsri_step *t = &e->step;
+    if (t->n_prefill_rows == 0)
+        return;
+    e->dev->ops.check_finite(e->queue, e->scratch.x, t->n_rows, e->model->hp.hidden, t->d_flags);
+    e->dev->copy_out(e->queue, t->flags, t->d_flags, t->n_rows * sizeof *t->flags);
+}
+
 /* Logits of whole chunks, straight into their callers' memory. */
 static void enqueue_logits(hsr_engine *e, const hsri_forward *f)
 {
@@ -308,6 +319,7 @@ static hsr_status compute(hsr_engine *e, hsr_error *err)
         return status;
     }
     hsri_spans_collect(e);
+    enqueue_check(e);
     enqueue_sampling(e, &f);
     enqueue_logits(e, &f);
     status = e->dev->wait(e->queue, err);
@@ -328,10 +340,11 @@ static void drop_part(hsri_part *p, hsr_status status)
     hsri_session_fail(s, status);
 }
 
-static bool logits_finite(hsri_step *t, const hsri_part *p)
+static bool rows_finite(hsri_step *t, const hsri_part *p)
 {
-    uint32_t first, n;
-    wanted_rows(p, &first, &n);
+    uint32_t first = p->first_row, n = p->n_rows;
+    if (is_decode(p->session))      /* its logits are looked at by whoever samples, or waits for them */
+        wanted_rows(p, &first, &n);
     for (uint32_t i = 0; i < n; i++)
         if (t->flags[first + i]) {
             hsri_fail(&p->session->error, HSR_E_NONFINITE, "the logits of position %u are not finite", t->rows[first + i].pos);
@@ -365,7 +378,7 @@ static void settle_part(hsr_engine *e, hsri_part *p)
     hsri_step *t = &e->step;
     hsr_session *s = p->session;
 
-    const bool finite = logits_finite(t, p);
+    const bool finite = rows_finite(t, p);
     hsr_status st = hsri_cache_commit(s->cache, s->n_computed + p->n_rows, &s->error);
     if (st < 0) {
         drop_part(p, st);
