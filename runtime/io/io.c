@@ -148,6 +148,8 @@ int hsri_io_action_error(hsri_io *io, hsri_io_action action)
 {
     hsri_io_fault fault;
     hsri_io_ask_fault(io, action, &fault);
+    for (uint32_t ms = 0; ms < fault.delay_ms; ms += fault.delay_ms != UINT32_MAX)
+        nanosleep(&(struct timespec){ .tv_nsec = 1000000 }, NULL);
     return fault.error;
 }
 

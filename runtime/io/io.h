@@ -35,10 +35,11 @@ typedef enum hsri_io_action {
     HSRI_IO_DIRECT                           /* going past the page cache: an error only makes the file a buffered one */
 } hsri_io_action;
 
-/* What is to go wrong; all zero: nothing. `delay_ms`, `limited` and `corrupt` are for reads and writes only. */
+/* What is to go wrong; all zero: nothing. `limited` and `corrupt` are for reads and writes only. */
 typedef struct hsri_io_fault {
     int32_t  error;                          /* errno: the call is not made and fails so */
-    uint32_t delay_ms;                       /* the operation hangs for this time; UINT32_MAX: until hsri_io_destroy */
+    uint32_t delay_ms;                       /* the operation hangs for this time; UINT32_MAX: until hsri_io_destroy,
+                                                or, not a read or write, for good */
     bool     limited;                        /* a short operation of at most `limit` bytes; 0 looks like the end of the file */
     uint32_t limit;
     bool     corrupt;                        /* flip a bit of byte `corrupt_at` (modulo size) after the read */

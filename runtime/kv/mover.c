@@ -20,6 +20,7 @@
 #define DEFAULT_STAGING  (4u << 20)
 #define NONE             UINT32_MAX
 #define BATCH            64u
+#define END_WAITS        10u       /* the end is waited for in so many pieces: time in which the process is stopped counts as one */
 #define NO_EXTENT        0u        /* places hold extent + 1 */
 
 typedef enum job_state { JOB_FREE, JOB_QUEUED, JOB_RUNNING, JOB_ENDED } job_state;
@@ -50,6 +51,9 @@ struct hsri_mover {
     list            free, queued[HSRI_N_MOVE_PRIORITIES], ended;
     uint32_t        n_queued, n_running, n_alive, peak_queued;
     bool            stop;
+    uint64_t        calls;          /* to make room on disk, or give it back, which have no deadline; odd: the thread is inside one */
+    bool            abandoned;      /* it was for too long: the owner is gone, with the memory of moves, and all else is the thread's */
+    bool            ended_itself;   /* the thread is behind its last use of the lock */
     bool            sleeping;       /* the thread has seen everything that is queued, and waits for news */
     hsri_mover_stats stats;
 
@@ -201,8 +205,6 @@ static uint8_t *stage(hsri_mover *m, job *j)
 static hsr_status place_extent(hsri_mover *m, uint32_t extent, hsr_error *err)
 {
     uint32_t place;
-    if (m->places[extent] != NO_EXTENT)
-        return HSR_OK;
     if (!hsri_extents_reserve(m->extents, 1))
         return hsri_fail(err, HSR_E_INTERNAL, "more extents are in use than the cold file has");
     hsr_status status = hsri_extents_take(m->extents, &place, err);
@@ -216,9 +218,40 @@ static hsr_status place_extent(hsri_mover *m, uint32_t extent, hsr_error *err)
 
 static void free_extent(hsri_mover *m, uint32_t extent)
 {
-    if (m->places[extent] != NO_EXTENT)
-        hsri_extents_release(m->extents, m->places[extent] - 1);
+    hsri_extents_release(m->extents, m->places[extent] - 1);
     m->places[extent] = NO_EXTENT;
+}
+
+static void enter_call(hsri_mover *m)
+{
+    pthread_mutex_lock(&m->lock);
+    m->calls++;
+    pthread_mutex_unlock(&m->lock);
+}
+
+/* Is the owner still there? */
+static bool leave_call(hsri_mover *m)
+{
+    pthread_mutex_lock(&m->lock);
+    m->calls++;
+    const bool there = !m->abandoned;
+    pthread_mutex_unlock(&m->lock);
+    return there;
+}
+
+/* The part of a job that changes how much room the file has; HSR_E_CANCELLED: the owner is gone. */
+static hsr_status change_room(hsri_mover *m, const hsri_move *move, hsr_error *err)
+{
+    const bool free = move->kind == HSRI_MOVE_FREE;
+    hsr_status status = HSR_OK;
+    if (free ? m->places[move->extent] == NO_EXTENT : move->kind != HSRI_MOVE_WRITE || m->places[move->extent] != NO_EXTENT)
+        return HSR_OK;
+    enter_call(m);
+    if (free)
+        free_extent(m, move->extent);
+    else
+        status = place_extent(m, move->extent, err);
+    return leave_call(m) ? status : HSR_E_CANCELLED;
 }
 
 /* Make a request of a job, or its end. */
@@ -228,16 +261,9 @@ static bool make_request(hsri_mover *m, uint32_t id, hsri_io_request *request, h
     const hsri_move *move = &j->result.move;
     hsr_error err = HSR_ERROR_INIT;
     *sys_code = 0;
-    *status = HSR_OK;
-    if (move->kind == HSRI_MOVE_FREE) {
-        free_extent(m, move->extent);
-        return false;
-    }
-    if (move->kind == HSRI_MOVE_WRITE) {
-        *status = place_extent(m, move->extent, &err);
-        *sys_code = err.sys_code;
-    }
-    if (*status < 0)
+    *status = change_room(m, move, &err);
+    *sys_code = err.sys_code;
+    if (*status < 0 || move->kind == HSRI_MOVE_FREE)
         return false;
     *request = (hsri_io_request){
         .file = m->file, .offset = (uint64_t)(m->places[move->extent] - 1) * HSRI_EXTENT_BYTES + move->offset, .bytes = move->slot_bytes,
@@ -288,7 +314,7 @@ static uint32_t take_batch(hsri_mover *m, uint32_t *ids)
 static void start_jobs(hsri_mover *m)
 {
     uint32_t ids[BATCH], n;
-    while ((n = take_batch(m, ids)) > 0) {
+    while (!m->stop && (n = take_batch(m, ids)) > 0) {
         hsri_io_request requests[BATCH];
         hsr_status status[BATCH];
         int32_t sys_code[BATCH];
@@ -298,6 +324,9 @@ static void start_jobs(hsri_mover *m)
             if (make_request(m, ids[i], &requests[n_requests], &status[i], &sys_code[i])) {
                 status[i] = HSR_AGAIN;
                 n_requests++;
+            } else if (status[i] == HSR_E_CANCELLED) {
+                pthread_mutex_lock(&m->lock);
+                return;
             }
         hsr_status submitted = n_requests ? hsri_io_submit(m->io, requests, n_requests, &accepted, NULL) : HSR_OK;
         pthread_mutex_lock(&m->lock);
@@ -361,6 +390,8 @@ static void *run(void *arg)
     while (!m->stop) {
         hsri_io_done done[BATCH];
         start_jobs(m);
+        if (m->abandoned)
+            break;
         publish(m);
         m->sleeping = true;
         pthread_mutex_unlock(&m->lock);
@@ -370,7 +401,10 @@ static void *run(void *arg)
         for (uint32_t i = 0; i < n; i++)
             take_completion(m, &done[i]);
     }
-    cancel_all(m);
+    if (!m->abandoned)
+        cancel_all(m);
+    m->ended_itself = true;
+    pthread_cond_signal(&m->news);
     pthread_mutex_unlock(&m->lock);
     return NULL;
 }
@@ -460,18 +494,42 @@ hsr_status hsri_mover_create(const hsri_mover_opts *opts, hsri_mover **out, hsr_
     return HSR_OK;
 }
 
+static struct timespec after_ms(uint64_t ms)
+{
+    uint64_t ns = hsri_now_ns() + ms * 1000000u;
+    return (struct timespec){ .tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u) };
+}
+
+/* False: it hangs in a call that nothing ends, and is left alone with all of the mover; the system may end it at any time. */
+static bool end_thread(hsri_mover *m, uint64_t wait_ms)
+{
+    uint64_t call = 0;
+    pthread_mutex_lock(&m->lock);
+    m->stop = true;
+    pthread_mutex_unlock(&m->lock);
+    hsri_io_wake(m->io);
+    pthread_mutex_lock(&m->lock);
+    for (uint32_t waits = 0; !m->ended_itself && waits < END_WAITS; waits = m->calls % 2 && m->calls == call ? waits + 1 : 0) {
+        const struct timespec until = after_ms(hsri_div_up(wait_ms, END_WAITS));
+        call = m->calls;
+        pthread_cond_timedwait(&m->news, &m->lock, &until);
+    }
+    const bool hangs = m->abandoned = !m->ended_itself;
+    pthread_mutex_unlock(&m->lock);
+    if (hangs)
+        pthread_detach(m->thread);
+    else
+        pthread_join(m->thread, NULL);
+    return !hangs;
+}
+
 hsr_status hsri_mover_destroy(hsri_mover *m, uint64_t wait_ms, hsr_error *err)
 {
     hsr_status status = HSR_OK;
     if (!m)
         return status;
-    if (m->started) {
-        pthread_mutex_lock(&m->lock);
-        m->stop = true;
-        pthread_mutex_unlock(&m->lock);
-        hsri_io_wake(m->io);
-        pthread_join(m->thread, NULL);
-    }
+    if (m->started && !end_thread(m, wait_ms))
+        return hsri_fail(err, HSR_E_IO, "cold files: a change of the file's size did not end within %llu ms", (unsigned long long)wait_ms);
     if (m->io)
         status = hsri_io_destroy(m->io, wait_ms, err);
     release(m);
@@ -540,12 +598,6 @@ void hsri_mover_cancel(hsri_mover *m, uint32_t id)
     if (m->jobs[id].state == JOB_QUEUED)
         cancel_queued(m, id);
     pthread_mutex_unlock(&m->lock);
-}
-
-static struct timespec after_ms(uint64_t ms)
-{
-    uint64_t ns = hsri_now_ns() + ms * 1000000u;
-    return (struct timespec){ .tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u) };
 }
 
 uint32_t hsri_mover_collect(hsri_mover *m, hsri_moved *moved, uint32_t max, uint64_t timeout_ms)

@@ -68,7 +68,8 @@ typedef struct hsri_mover hsri_mover;
 
 hsr_status hsri_mover_create(const hsri_mover_opts *opts, hsri_mover **mover, hsr_error *err);
 
-/* Ends the thread, giving what is under way wait_ms. HSR_E_IO: the system may still write to memory of moves that did not end.
+/* Ends the thread, giving what is under way wait_ms. HSR_E_IO: the system may still write to memory of moves that did not end. A
+ * thread that hangs where the file grows or shrinks is left behind, with the mover's own memory.
  * Moves that were not collected are forgotten. NULL accepted. */
 hsr_status hsri_mover_destroy(hsri_mover *mover, uint64_t wait_ms, hsr_error *err);
 

@@ -51,7 +51,7 @@ static void world_init(world *w, uint32_t depth, uint32_t max_moves, uint32_t de
     w->slots = aligned_alloc(4096, 64 * SLOT);
     memset(w->slots, 0, 64 * SLOT);
     hsri_mover_opts opts = {
-        .directory = w->directory, .bytes = 8 * MIB, .max_moves = max_moves,
+        .directory = w->directory, .bytes = 16 * MIB, .max_moves = max_moves,
         .io = { .kind = HSRI_IO_PREAD, .queue_depth = depth, .max_requests = depth, .deadline_ms = deadline_ms, .faults = &w->hook },
     };
     hsr_error err = HSR_ERROR_INIT;
@@ -236,6 +236,32 @@ static void test_late(void)
     CHECK(hsri_now_ns() - start < 3000000000u);
 }
 
+/* So can it while the thread itself hangs, making room in the file or giving it back. What then ends touches no memory of the owner. */
+static void test_hung_room(uint32_t delay_ms)
+{
+    for (int action = HSRI_IO_ALLOCATE; action <= HSRI_IO_PUNCH; action++) {
+        world *w = malloc(sizeof *w);     /* the thread may outlive this */
+        world_init(w, 2, 0, 50);
+        const hsri_move move = move_of(w, HSRI_MOVE_WRITE, 0, 0);
+        fill(w, 0);
+        if (action == HSRI_IO_PUNCH)
+            for (uint32_t i = 0; i < 10; i++)
+                CHECK(do_move(w, (hsri_move){ .kind = HSRI_MOVE_WRITE, .extent = i, .memory = slot(w, 0), .slot_bytes = SLOT,
+                                              .page_bytes = PAGE, .owner = i }).status == HSR_OK);
+        set_fault(w, action, (hsri_io_fault){ .delay_ms = delay_ms });
+        for (uint32_t i = 0; i < 10; i++)
+            hsri_mover_submit(w->mover, action == HSRI_IO_ALLOCATE ? &move : &(hsri_move){ .kind = HSRI_MOVE_FREE, .extent = i },
+                              HSRI_MOVE_DEMAND);
+        usleep(20000);
+        uint64_t start = hsri_now_ns();
+        CHECK(hsri_mover_destroy(w->mover, 100, NULL) == HSR_E_IO);
+        CHECK(hsri_now_ns() - start < 2000000000u);
+        CHECK(rmdir(w->directory) == 0);
+        free(w->slots);                   /* a sanitizer sees who reads it now */
+    }
+    usleep(delay_ms == UINT32_MAX ? 0 : 2 * delay_ms * 1000);
+}
+
 int main(void)
 {
     test_round_trip();
@@ -243,5 +269,7 @@ int main(void)
     test_priorities();
     test_full();
     test_late();
+    test_hung_room(300);
+    test_hung_room(UINT32_MAX);
     return CHECK_REPORT();
 }
