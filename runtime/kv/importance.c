@@ -61,20 +61,24 @@ void hsri_importance_moved(hsri_importance *row, uint32_t now)
 
 static uint32_t age(uint32_t then, uint32_t now) { return now > then ? now - then : 0; }
 
-float hsri_importance_score(const hsri_importance_opts *o, const hsri_importance *row, uint64_t distance, uint32_t now)
+float hsri_importance_worth(const hsri_importance_opts *o, const hsri_importance *row, uint64_t distance, uint32_t now)
 {
     uint32_t idle = age(row->last_access, now);
     float recent = HALF_AGE / (HALF_AGE + (float)idle), near = HALF_DISTANCE / (HALF_DISTANCE + (float)distance);
     float pending = row->n_unfolded ? FOLD * (row->mass / (float)row->n_unfolded - row->frequency) : 0;
     float score = o->locality * near + o->frequency * (row->frequency + pending) + o->recency * recent;
-    score /= o->locality + o->frequency + o->recency;
-    /* Idle pages rank below all others, and among themselves by score. */
-    return idle > o->idle_tokens ? score * 0.5f : 0.5f + score * 0.5f;
+    return score / (o->locality + o->frequency + o->recency);
 }
 
-bool hsri_importance_enters(const hsri_importance_opts *opts, const hsri_importance *row, float score, uint32_t now)
+float hsri_importance_score(const hsri_importance_opts *o, const hsri_importance *row, uint64_t distance, uint32_t now)
 {
-    return score > opts->enter && (row->moves == 0 || age(row->last_move, now) >= opts->cooldown_tokens);
+    const float worth = hsri_importance_worth(o, row, distance, now);
+    return age(row->last_access, now) > o->idle_tokens ? worth * 0.5f : 0.5f + worth * 0.5f;
+}
+
+bool hsri_importance_enters(const hsri_importance_opts *opts, const hsri_importance *row, float worth, uint32_t now)
+{
+    return worth > opts->enter && (row->moves == 0 || age(row->last_move, now) >= opts->cooldown_tokens);
 }
 
 bool hsri_importance_leaves(const hsri_importance_opts *opts, const hsri_importance *row, float score, uint32_t now)

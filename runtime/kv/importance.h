@@ -1,14 +1,16 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* How much a page is worth keeping near:
  *
- *     score = a * locality + b * attention frequency + c * recency        each in 0 .. 1, a + b + c = 1
+ *     worth = a * locality + b * attention frequency + c * recency        each in 0 .. 1, a + b + c = 1
  *
  * locality is nearness to the end of the sequence, recency nearness of the last access, and frequency the page's share of
- * attention, as a decaying mean: its real softmax mass where that is known, 1 for an access that a selection chose. A page
- * that was not read for some tokens scores in the lower half of 0 .. 1 whatever it is worth, the others in the upper half.
+ * attention, as a decaying mean: 1 for an access that a selection chose, since its real softmax mass is not known where pages are held.
+ * The score ranks pages that must leave: one that was not read for some tokens is in the lower half of 0 .. 1 whatever it is worth, the
+ * others are in the upper half.
  *
- * Scores rank pages that must leave. For moves that nobody asked for there are two thresholds with a gap between them, and a
- * cool-down after each move, so that a page near one threshold does not go back and forth. */
+ * Moves that nobody asked for have two thresholds and a cool-down after each move. Out is by the score, so that idle pages can go. In is by
+ * the worth alone: a page that left has not been read since, and when its cool-down is over it is idle. Pages come in only while
+ * more frames are free than those for which pages go out, so none goes back and forth. */
 #ifndef HSRI_IMPORTANCE_H
 #define HSRI_IMPORTANCE_H
 
@@ -58,10 +60,11 @@ void hsri_importance_touch(const hsri_importance_opts *opts, hsri_importance *ro
 void hsri_importance_moved(hsri_importance *row, uint32_t now);
 
 /* Of a page whose last token is `distance` tokens before the end, at time `now`. */
+float hsri_importance_worth(const hsri_importance_opts *opts, const hsri_importance *row, uint64_t distance, uint32_t now);
 float hsri_importance_score(const hsri_importance_opts *opts, const hsri_importance *row, uint64_t distance, uint32_t now);
 
 /* Would a move that nobody asked for be welcome? */
-bool hsri_importance_enters(const hsri_importance_opts *opts, const hsri_importance *row, float score, uint32_t now);
+bool hsri_importance_enters(const hsri_importance_opts *opts, const hsri_importance *row, float worth, uint32_t now);
 bool hsri_importance_leaves(const hsri_importance_opts *opts, const hsri_importance *row, float score, uint32_t now);
 
 #endif

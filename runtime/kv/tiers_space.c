@@ -20,10 +20,16 @@
 
 /* ---- which page leaves ---- */
 
-float hsri_body_score(const hsri_tiers *t, const hsri_body *b)
+/* Tokens behind the page. */
+static uint64_t distance(const hsri_body *b)
 {
     uint64_t end = (uint64_t)(b->page + 1) * HSRI_PAGE_TOKENS, n = b->family->n_tokens;
-    return hsri_importance_score(&t->opts.importance, &b->row, n > end ? n - end : 0, (uint32_t)n);
+    return n > end ? n - end : 0;
+}
+
+float hsri_body_score(const hsri_tiers *t, const hsri_body *b)
+{
+    return hsri_importance_score(&t->opts.importance, &b->row, distance(b), (uint32_t)b->family->n_tokens);
 }
 
 static bool may_leave(const hsri_body *b) { return b->state == HSRI_PAGE_HOT_HOME && b->pins == 0 && b->move == HSRI_NO_MOVE; }
@@ -182,7 +188,15 @@ static void leave_voluntarily(hsri_tiers *t, const hsri_shelf *shelf)
     }
 }
 
-/* Bring back pages whose scores have risen, into frames that nobody uses. */
+/* Is an absent page worth a frame that nobody uses? */
+static bool may_enter(const hsri_tiers *t, const hsri_body *b)
+{
+    const hsri_importance_opts *o = &t->opts.importance;
+    const uint32_t now = (uint32_t)b->family->n_tokens;
+    return hsri_importance_enters(o, &b->row, hsri_importance_worth(o, &b->row, distance(b), now), now);
+}
+
+/* Bring back pages that were attended often, into frames that nobody uses. */
 static void enter_voluntarily(hsri_tiers *t)
 {
     uint32_t begun = 0;
@@ -192,8 +206,7 @@ static void enter_voluntarily(hsri_tiers *t)
         if (!b->family || b->state != HSRI_PAGE_HOME || b->refs == 0)
             continue;
         const hsri_shelf *shelf = &t->shelves[b->family->format];
-        if (free_frames(t, shelf) <= 2 * FREE_BLOCKS * shelf->frames.per_block ||
-            !hsri_importance_enters(&t->opts.importance, &b->row, hsri_body_score(t, b), (uint32_t)b->family->n_tokens))
+        if (free_frames(t, shelf) <= 2 * FREE_BLOCKS * shelf->frames.per_block || !may_enter(t, b))
             continue;
         if (hsri_body_pin(t, (uint32_t)t->read_hand, HSRI_FETCH_RISING, false, NULL) == HSR_OK)
             hsri_body_unpin(t, (uint32_t)t->read_hand);

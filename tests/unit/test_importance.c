@@ -104,11 +104,30 @@ static void test_no_ping_pong(void)
     CHECK(row.moves > 10 && row.moves <= 3200 / o.cooldown_tokens + 1);
 }
 
+/* A page that was attended often, and had to leave, may come back when its cool-down is over, though it is idle by then; one that was
+ * attended once, or long ago, may not. */
+static void test_comes_back(void)
+{
+    hsri_importance_opts o;
+    hsri_importance_preset_fill(&o, HSRI_IMPORTANCE_BALANCED);
+    hsri_importance often = { 0 }, once = { 0 };
+    for (uint32_t now = 900; now < 1000; now++)
+        hsri_importance_touch(&o, &often, now, 1);
+    hsri_importance_touch(&o, &once, 999, 1);
+    hsri_importance_moved(&often, 1000);
+    hsri_importance_moved(&once, 1000);
+    CHECK(!hsri_importance_enters(&o, &often, hsri_importance_worth(&o, &often, 500, 1010), 1010));
+    CHECK(hsri_importance_enters(&o, &often, hsri_importance_worth(&o, &often, 500, 1040), 1040));
+    CHECK(!hsri_importance_enters(&o, &once, hsri_importance_worth(&o, &once, 500, 1040), 1040));
+    CHECK(!hsri_importance_enters(&o, &often, hsri_importance_worth(&o, &often, 5000, 6000), 6000));
+}
+
 int main(void)
 {
     test_weights();
     test_refused();
     test_order();
     test_no_ping_pong();
+    test_comes_back();
     return CHECK_REPORT();
 }

@@ -782,6 +782,43 @@ static void test_guesses(void)
     world_end(&w, HSR_OK);
 }
 
+/* One token at a time, each with the list that this draw begins. */
+static void run_alike(world *w, session *s, uint32_t n, uint64_t draw)
+{
+    while (n-- > 0) {
+        w->n_draws = draw;
+        RUN(w, s, s->committed + 1);
+    }
+}
+
+/* Pages that were attended often leave for another session. When that has gone they come back unasked, others do not, and none leaves
+ * again. */
+static void test_rising(void)
+{
+    world w;
+    setup how = squeezed;
+    how.sparse = 4;
+    world_init(&w, &how);
+    session *s = create(&w);
+    RUN(&w, s, 6000);
+    run_alike(&w, s, 150, 0);
+    run_alike(&w, s, 12, 5000);
+    session *other = create(&w);
+    RUN(&w, other, 2500);
+    run_alike(&w, s, 4, 5000);
+    hsri_tiers_stats before = tiers_stats(&w), now;
+    CHECK(before.evictions > 0 && before.prefetch[HSRI_FETCH_RISING].pages == 0);
+    destroy(other);
+    run_alike(&w, s, 60, 5000);
+    now = tiers_stats(&w);
+    CHECK(now.prefetch[HSRI_FETCH_RISING].pages > 0 && now.evictions == before.evictions);
+    run_alike(&w, s, 2, 0);
+    CHECK(tiers_stats(&w).prefetch[HSRI_FETCH_RISING].hits > 0);
+    destroy(s);
+    check_empty(&w);
+    world_end(&w, HSR_OK);
+}
+
 /* Reads that take longer than the steps: none of these waits for one, what was asked for is there when they have ended, and a page
  * that is lost is nothing to be estimated. */
 static void test_estimate(void)
@@ -1007,6 +1044,7 @@ int main(int argc, char **argv)
     test_squeezed(&variant);
     test_estimate();
     test_guesses();
+    test_rising();
     test_admission();
     test_room_for_others();
     test_slow_disk();
