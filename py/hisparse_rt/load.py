@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def load(
     path: str | bytes | os.PathLike[Any], *, ram: int | str | None = None, hot: int | str | None = None, warm: int | str | None = None,
     cold: str | bytes | os.PathLike[Any] | None = None, cold_size: int | str | None = None, io: str = "auto", io_deadline: float = 30.0,
-    importance: str = "balanced", prefetch: int = 4, prefetch_sources: Iterable[str] | None = None, threads: int = 0,
+    importance: str | Mapping[str, Any] = "balanced", prefetch: int = 4, prefetch_sources: Iterable[str] | None = None, threads: int = 0,
     isa: str = "auto", kv: str = "auto", chunk: int = 512, max_sessions: int = 256, max_batch: int = 1024, dtype: str | None = None,
     cache_dir: str | os.PathLike[str] | None = None, log: logging.Logger | None = None, debug_async: bool = False,
     readable_tiers: str = "all", profile: ProfileLike = 0, calibration: str | bytes | os.PathLike[Any] | Literal[False] | None = None,
@@ -36,7 +36,9 @@ def load(
     cold_size     most that the file may take; None: half of what is free there
     io            how it is read and written: "uring", "pread", or "auto"
     io_deadline   seconds after which a page that is waited for fails its session
-    importance    which pages stay in memory: "balanced", "summarize" (near ones), "chat" (those attended most)
+    importance    which pages stay in memory: "balanced", "summarize" (near ones), "chat" (those attended most); or {"preset": one of these,
+                  "weights": three numbers, of nearness, attention and recency, "enter": the worth above which pages come back unasked,
+                  "leave": the score below which they go so}, each in place of the preset's; enter is 0.7 and leave 0.5
     prefetch      groups of pages read ahead of need; 0: none
     prefetch_sources   why they are: "groups" (the next to be attended), "rising" (pages that became important), "query" (those that the
                   next layer is guessed to select, of sparse sessions). None: the first two. Results are the same with any

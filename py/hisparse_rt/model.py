@@ -156,6 +156,14 @@ class EngineStats:
     """Encoding full pages and their index entries."""
     cluster_ns: int
     """Cluster records of the index."""
+    cold_largest_free_run: int
+    """Of the cold file, in MiB."""
+    cold_slots_wasted: int
+    """Page slots that are free inside its extents in use."""
+    warm_largest_free_run: int
+    warm_slots_wasted: int
+    cold_read_latency: tuple[int, ...]
+    """Reads by time, queueing included: the first of less than a microsecond, number i of 2**(i - 1) to 2**i microseconds."""
 
 
 class _Native:
@@ -189,7 +197,7 @@ class Model:
     def __init__(
         self, path: str | bytes | os.PathLike[Any], *, ram: int | str | None = None, hot: int | str | None = None,
         warm: int | str | None = None, cold: str | bytes | os.PathLike[Any] | None = None, cold_size: int | str | None = None,
-        io: str = "auto", io_deadline: float = 30.0, importance: str = "balanced", prefetch: int = 4,
+        io: str = "auto", io_deadline: float = 30.0, importance: str | Mapping[str, Any] = "balanced", prefetch: int = 4,
         prefetch_sources: Iterable[str] | None = None, threads: int = 0, isa: str = "auto", kv: str = "auto", chunk: int = 512,
         max_sessions: int = 256, max_batch: int = 1024,
         log: logging.Logger | None = None, debug_async: bool = False, readable_tiers: str = "all", profile: ProfileLike = 0,
@@ -251,7 +259,8 @@ class Model:
         isa = next((name for name, level in ISA_LEVELS.items() if level == native.isa), "?")
         prefetch = {source: PrefetchStats(*(getattr(one, field.name) for field in fields(PrefetchStats)))
                     for source, one in zip((*PREFETCH_SOURCES, "late"), native.prefetch, strict=True)}
-        return EngineStats(**{**values, "isa": isa, "io_engine": ffi.string(native.io_engine).decode(), "prefetch": prefetch})
+        return EngineStats(**{**values, "isa": isa, "io_engine": ffi.string(native.io_engine).decode(), "prefetch": prefetch,
+                              "cold_read_latency": tuple(native.cold_read_latency)})
 
     # ---- text
 
@@ -548,15 +557,14 @@ class Model:
 
 def engine_options(
     *, ram: int | str | None, hot: int | str | None, warm: int | str | None, cold: str | bytes | os.PathLike[Any] | None,
-    cold_size: int | str | None, io: str, io_deadline: float, importance: str, prefetch: int, prefetch_sources: Iterable[str] | None,
-    threads: int, isa: str, kv: str, chunk: int, max_sessions: int, max_batch: int, log: logging.Logger | None, debug_async: bool,
-    readable_tiers: str,
+    cold_size: int | str | None, io: str, io_deadline: float, importance: str | Mapping[str, Any], prefetch: int,
+    prefetch_sources: Iterable[str] | None, threads: int, isa: str, kv: str, chunk: int, max_sessions: int, max_batch: int,
+    log: logging.Logger | None, debug_async: bool, readable_tiers: str,
 ) -> Any:
     """The options of `load` as an hsr_engine_opts; an error if one of them is wrong."""
     if ram is not None and (hot is not None or warm is not None):
         raise InvalidError("give ram, or hot and warm, not both: they name the same budget")
-    for name, value, known in (("io", io, IO_ENGINES), ("importance", importance, IMPORTANCES),
-                               ("readable_tiers", readable_tiers, READABLE)):
+    for name, value, known in (("io", io, IO_ENGINES), ("readable_tiers", readable_tiers, READABLE)):
         if value not in known:
             raise InvalidError(f"{name} is {value!r}, known ones are {', '.join(known)}")
     if cold_size is not None and cold is None:
@@ -579,7 +587,8 @@ def engine_options(
     opts.flags = lib.HSR_ENGINE_ASYNC_DEBUG if debug_async else 0
     opts.warm_bytes = 0 if warm is None else parse_size(warm)
     opts.cold_bytes = 0 if cold_size is None else check_budget(cold_size)
-    opts.io_engine, opts.importance = IO_ENGINES[io], IMPORTANCES[importance]
+    opts.io_engine = IO_ENGINES[io]
+    _fill_importance(opts, importance)
     opts.io_deadline_ms = milliseconds("io_deadline", io_deadline)
     opts.readable_tiers = READABLE[readable_tiers]
     opts.prefetch_depth = integer("prefetch", prefetch, 0, 4096)
@@ -589,6 +598,25 @@ def engine_options(
         _DIRECTORIES[opts] = ffi.new("char[]", _path_bytes(cold))
         opts.cold_dir = _DIRECTORIES[opts]
     return opts
+
+
+def _fill_importance(opts: Any, importance: str | Mapping[str, Any]) -> None:
+    """A preset, or one with numbers in place of its own."""
+    wishes = importance if isinstance(importance, Mapping) else {"preset": importance}
+    unknown = [name for name in wishes if name not in ("preset", "weights", "enter", "leave")]
+    if unknown:
+        raise InvalidError(f"importance has {unknown[0]!r}, known ones are preset, weights, enter, leave")
+    preset = wishes.get("preset", "balanced")
+    if preset not in IMPORTANCES:
+        raise InvalidError(f"importance is {preset!r}, known ones are {', '.join(IMPORTANCES)}")
+    opts.importance = IMPORTANCES[preset]
+    if "weights" in wishes:
+        weights = wishes["weights"]
+        if not isinstance(weights, Sequence) or len(weights) != 3 or not any(weights):
+            raise InvalidError(f"importance weights are {weights!r}: give three numbers, of locality, frequency and recency, not all 0")
+        opts.weight_locality, opts.weight_frequency, opts.weight_recency = (float(weight) for weight in weights)
+    opts.enter_above = float(wishes.get("enter", opts.enter_above))
+    opts.leave_below = float(wishes.get("leave", opts.leave_below))
 
 
 _DIRECTORIES: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()

@@ -121,6 +121,8 @@ bool hsri_cold_destroy(hsr_engine *e)
     return ended;
 }
 
+_Static_assert(HSR_N_LATENCIES == HSRI_IO_BUCKETS, "one histogram");
+
 void hsri_cold_publish(hsr_engine *e)
 {
     hsr_engine_stats *out = &e->stats;
@@ -157,4 +159,9 @@ void hsri_cold_publish(hsr_engine *e)
     out->cold_max_moves = t.max_moves;
     out->cold_errors = t.read_failures + t.write_failures + t.mover.bad_pages;
     out->mover_cpu_ns = t.mover.cpu_ns;
+    out->cold_largest_free_run = t.homes_free_run;
+    out->cold_slots_wasted = t.homes_wasted;
+    out->warm_largest_free_run = t.warm_free_run;
+    out->warm_slots_wasted = t.warm_wasted;
+    memcpy(out->cold_read_latency, t.mover.io.read_latency, sizeof out->cold_read_latency);
 }

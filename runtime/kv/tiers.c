@@ -383,8 +383,10 @@ static uint64_t wait_p99(const hsri_tiers *t)
 
 void hsri_tiers_get_stats(hsri_tiers *t, hsri_tiers_stats *stats)
 {
-    hsri_pool_stats homes;
+    hsri_pool_stats homes, warm = { 0 };
     hsri_pool_get_stats(t->home_pool, &homes);
+    if (t->opts.warm)
+        hsri_pool_get_stats(t->opts.warm, &warm);
     *stats = t->stats;
     stats->bodies = t->n_alive;
     stats->resident = t->n_resident;
@@ -393,6 +395,8 @@ void hsri_tiers_get_stats(hsri_tiers *t, hsri_tiers_stats *stats)
     stats->warm = t->n_warm;
     stats->home_extents = homes.used;
     stats->home_extents_total = homes.total;
+    stats->homes_free_run = homes.largest_free_run;
+    stats->warm_free_run = warm.largest_free_run;
     stats->wait_ns_p99 = t->stats.waits ? wait_p99(t) : 0;
     for (int format = 0; format < HSRI_N_KV_FORMATS; format++) {
         const hsri_shelf *shelf = &t->shelves[format];
@@ -401,6 +405,8 @@ void hsri_tiers_get_stats(hsri_tiers *t, hsri_tiers_stats *stats)
         stats->frame_blocks += shelf->frames.n_blocks;
         stats->homes_used += shelf->homes.n_used;
         stats->homes_promised += shelf->homes_promised;
+        stats->homes_wasted += shelf->homes.n_free;
+        stats->warm_wasted += t->opts.warm ? shelf->warm.n_free : 0;
     }
     hsri_mover_get_stats(t->mover, &stats->mover);
 }

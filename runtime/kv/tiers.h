@@ -56,6 +56,8 @@ typedef struct hsri_tiers_stats {
     hsr_prefetch_stats prefetch[HSR_N_PREFETCH];    /* by source */
     uint64_t read_bytes, written_bytes, reads, writes;
     uint64_t evictions, max_moves;      /* of one page */
+    uint64_t homes_free_run, homes_wasted;          /* extents; free slots inside extents in use */
+    uint64_t warm_free_run, warm_wasted;            /* likewise blocks of warm memory */
     uint64_t warm;                      /* pages in warm memory */
     uint64_t warm_in, warm_out, warm_dropped;       /* that moved there, back into a frame, and out for want of room */
     uint64_t read_failures, write_failures, lost;

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import hisparse_rt as hs
 import numpy as np
 import pytest
+import shell
 import tiny
 from hisparse_rt.calibration import read_calibration, write_calibration
 from hisparse_rt.profile import Profile
@@ -101,6 +102,15 @@ SQUEEZES = [pytest.param(mode, kv, io, marks=() if (mode, kv, io) in QUICK else 
             for mode in MODES for kv in SQUEEZED for io in ("auto", "pread")]
 
 
+def check_stores(stats: hs.EngineStats) -> None:
+    """What the cold file says of itself: extents are used or free, those of several layers begun, and every read has its time."""
+    n_extents = stats.cold_bytes_used >> 20
+    assert 0 < stats.cold_largest_free_run <= (stats.cold_bytes_total >> 20) - n_extents
+    assert 0 < stats.cold_slots_wasted * 4096 < stats.cold_bytes_used
+    assert len(stats.cold_read_latency) == 32
+    assert 0 < sum(stats.cold_read_latency) <= stats.cold_read_bytes // 4096
+
+
 @pytest.mark.parametrize("mode, kv, io", SQUEEZES)
 def test_squeezed_is_resident(model_file, resident, cold, mode, kv, io):
     want = resident(mode, kv)
@@ -116,6 +126,7 @@ def test_squeezed_is_resident(model_file, resident, cold, mode, kv, io):
         assert stats.cold_misses > 0
         assert stats.cold_pages > 0
         assert stats.cold_read_bytes > 0
+        check_stores(stats)
         assert stats.hot_bytes_committed <= hot << 20
         after = model.stats()
         assert after.hot_blocks_used == after.hot_blocks_reserved == after.cold_pages == after.cold_bytes_used == 0
@@ -140,6 +151,7 @@ def test_squeezed_through_warm_memory(model_file, resident, cold, mode, kv, io):
         assert stats.warm_moved_out > 0, "pages came from warm memory"
         if kv not in ("compact", "vtq"):    # a block can hold all of their pages that leave
             assert stats.warm_dropped > 0 and stats.cold_misses > 0 and stats.cold_read_bytes > 0, "and pages came from the file"
+        assert stats.warm_largest_free_run < warm
         assert stats.warm_moved_in == stats.cold_evictions == stats.warm_moved_out + stats.warm_dropped + stats.warm_pages
         assert 0 < stats.warm_pages <= stats.cold_pages
         after = model.stats()
@@ -149,7 +161,9 @@ def test_squeezed_through_warm_memory(model_file, resident, cold, mode, kv, io):
 def test_memory_that_is_not_read_in_place_is_no_part_of_the_pool(model_file, cold):
     for readable, total in (("all", 24), ("hot", 16)):
         with hs.load(model_file, threads=1, hot="16MiB", warm="8MiB", readable_tiers=readable, cold=cold, cold_size="64MiB") as model:
-            assert model.stats().hot_blocks_total == total
+            stats = model.stats()
+            assert stats.hot_blocks_total == total and stats.warm_largest_free_run == 24 - total
+            assert stats.cold_largest_free_run == 64 and stats.cold_slots_wasted == sum(stats.cold_read_latency) == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -311,6 +325,29 @@ def test_numbers_that_are_none_stay_with_their_session(poisonous, cold, tmp_path
         assert model.stats().hot_blocks_used == model.stats().cold_bytes_used == 0
 
 
+@pytest.mark.parametrize("profile", ["dense", "sparse"])
+@pytest.mark.parametrize("at", [0, 70, 1400])
+def test_numbers_that_are_none_are_found_without_logits(poisonous, tmp_path, at, profile):
+    """In a prompt that is only computed, wherever they are: its keys serve nobody, and no file keeps them."""
+    ids = [*IDS[:at], 300, *IDS[at:1500]]
+    sparse = {"selector": "minmax", "budget": 64, "window_size": 64, "sink_size": 0, "dense_below": 0, "prefill_dense_below": 0,
+              "prefill_budget": 64, "virtual_tokens": False}
+    with hs.load(poisonous, threads=2, chunk=128, profile="exact" if profile == "dense" else sparse) as model:
+        with model.session() as session:
+            session.append(ids)
+            with pytest.raises(hs.NonFiniteError, match="position"):
+                session.prefill()
+            for refused in (lambda: session.save(tmp_path / "s"), session.fork):
+                with pytest.raises(hs.StateError, match="not finite"):
+                    refused()
+            session.truncate(0)
+            session.append(IDS[:200])
+            session.prefill()
+        with pytest.raises(hs.NonFiniteError):
+            hs.generate(model, ids, max_tokens=1, prompt_cache=tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
 def test_forks_share_cold_pages(model_file, resident, cold):
     want = resident("dense", "bf16").tokens[:8]
     with hs.load(model_file, threads=2, chunk=128, hot="8MiB", cold=cold, cold_size="64MiB") as model:
@@ -340,11 +377,31 @@ def test_refusals_name_the_short_number(model_file, cold):
 @pytest.mark.parametrize("change, name", [
     ({"readable_tiers": "warm"}, "readable_tiers"), ({"readable_tiers": "hot", "warm": "4MiB"}, "cold_dir"),
     ({"cold_size": "1MiB"}, "cold_size"), ({"io": "tape"}, "tape"),
-    ({"importance": "x"}, "importance"), ({"io_deadline": 0}, "io_deadline"), ({"prefetch_sources": ["tea leaves"]}, "tea leaves"),
+    ({"importance": "x"}, "importance"), ({"importance": {"preset": "x"}}, "importance"), ({"importance": {"weight": 1}}, "weight"),
+    ({"importance": {"weights": [1, 2]}}, "weights"), ({"io_deadline": 0}, "io_deadline"),
+    ({"prefetch_sources": ["tea leaves"]}, "tea leaves"),
 ])
 def test_bad_options_are_named(model_file, change, name):
     with pytest.raises((hs.HisparseError, ValueError), match=name):
         hs.load(model_file, **change)
+
+
+@pytest.mark.parametrize("importance, name", [({"weights": [1, -1, 1]}, "importance weights"), ({"enter": 0.4}, "thresholds")])
+def test_bad_numbers_of_importance_are_refused(model_file, cold, importance, name):
+    with pytest.raises(hs.InvalidError, match=name):
+        hs.load(model_file, cold=cold, cold_size="1MiB", importance=importance)
+
+
+def test_importance_changes_no_result(model_file, cold):
+    found = []
+    for importance in ("balanced", {"weights": [0, 0, 1]}, {"preset": "chat", "enter": 1.0, "leave": 0.0}):
+        with hs.load(model_file, hot="8MiB", cold=cold, cold_size="64MiB", importance=importance, threads=1) as model:
+            with model.session(**options("dense", "bf16")) as session:
+                session.append(IDS)
+                tokens = session.generate(max_tokens=40, ignore_eos=True, return_details=True).tokens
+            found.append((tokens, model.stats().cold_evictions))
+    assert found[0][0] == found[1][0] == found[2][0]
+    assert found[0][1] > 0
 
 
 def test_missing_or_unwritable_directory(model_file, tmp_path):
@@ -554,3 +611,11 @@ def test_guessing_for_several_sessions_at_a_time(model_file, cold):
         assert after.hot_blocks_used == after.hot_blocks_reserved == after.cold_pages == after.cold_bytes_used == 0
     for (tokens, logits), want in zip(got, wants, strict=True):
         assert tokens == want[0] and np.array_equal(logits, want[1])
+
+
+@pytest.mark.python
+def test_what_the_command_line_may_say_of_the_tiers(model_file, cold):
+    done = shell.run("generate", model_file, "--raw", "-p", "the quick brown fox", "--max-tokens", 2, "--cold", cold, "--cold-size", "8MiB",
+                     "--importance", "chat", "--io", "pread", "--prefetch", 2)
+    assert done.returncode == 0, done.stderr
+    assert shell.run("generate", model_file, "-p", "x", "--importance", "x").returncode == 2

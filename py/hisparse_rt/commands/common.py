@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 from ..errors import HisparseError, InvalidError, from_os_error
 from ..load import load
-from ..model import ISA_LEVELS, PREFETCH_SOURCES, READABLE, Model, check_budget
+from ..model import IMPORTANCES, IO_ENGINES, ISA_LEVELS, PREFETCH_SOURCES, READABLE, Model, check_budget
 from ..result import Result
 from ..session import KV_FORMATS
 from ..sizes import format_size
@@ -119,6 +119,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
                        help="most that the file in it may take (default: half of what is free there)")
     group.add_argument("--readable-tiers", choices=tuple(READABLE), default="all",
                        help="hot: attention does not read --warm in place, pages move, as they would on a GPU (default: all)")
+    group.add_argument("--io", choices=tuple(IO_ENGINES), default="auto",
+                       help="how the cold file is read and written: io_uring, or threads with pread (default: auto)")
+    group.add_argument("--importance", choices=tuple(IMPORTANCES), default="balanced",
+                       help="which pages stay in memory; summarize: near ones, chat: those attended most (default: balanced)")
+    group.add_argument("--prefetch", type=whole(0, 4096), default=4, metavar="N",
+                       help="groups of pages that are read from the cold file ahead of need; 0: none (default: 4)")
     group.add_argument("--prefetch-sources", type=names(PREFETCH_SOURCES), metavar="NAME,NAME",
                        help="why pages are read from the cold file before they are needed: groups, rising, query; the last reads what the "
                             "next layer is guessed to select, half of which was measured to be wasted (default: groups,rising)")
@@ -174,7 +180,8 @@ def sampling_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def open_model(args: argparse.Namespace) -> Model:
     return load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, hot=args.hot, warm=args.warm, cold=args.cold,
-                cold_size=args.cold_size, readable_tiers=args.readable_tiers, prefetch_sources=args.prefetch_sources, kv=args.kv,
+                cold_size=args.cold_size, io=args.io, importance=args.importance, prefetch=args.prefetch,
+                prefetch_sources=args.prefetch_sources, readable_tiers=args.readable_tiers, kv=args.kv,
                 profile=args.profile, calibration=args.calibration)
 
 

@@ -207,6 +207,7 @@ typedef struct hsr_engine_opts {
 #define HSR_PREFETCH_QUERY  4u /* the next layer's query, guessed before this one is done, would select it; of sparse sessions, one token at
                                   a time. Off by default: half of these pages are never used, and no time was measured to be saved */
 #define HSR_PREFETCH_DEFAULT (HSR_PREFETCH_GROUPS | HSR_PREFETCH_RISING)
+#define HSR_N_LATENCIES 32
 #define HSR_N_PREFETCH 4       /* the fourth is not to be chosen: pages that HSR_LATE_ESTIMATE did not wait for */
 
 #define HSR_READ_ALL 0 /* hot and warm, which are one pool */
@@ -310,6 +311,12 @@ typedef struct hsr_engine_stats {
     uint64_t select_ns;           /* choosing them: scores, selection, lists */
     uint64_t seal_ns;             /* encoding full pages and their index entries */
     uint64_t cluster_ns;          /* cluster records of the index */
+    uint64_t cold_largest_free_run; /* MiB of the cold file */
+    uint64_t cold_slots_wasted;   /* page slots free inside extents in use */
+    uint64_t warm_largest_free_run; /* blocks of 1 MiB; these two with HSR_READ_HOT */
+    uint64_t warm_slots_wasted;
+    uint64_t cold_read_latency[HSR_N_LATENCIES]; /* reads by time, queueing included: the first of less than a microsecond, number i of
+                                    2^(i-1) to 2^i microseconds, the last also of more */
 } hsr_engine_stats;
 
 /** Fill *stats; struct_size must be set by the caller.
@@ -675,8 +682,8 @@ typedef struct hsr_restore_opts {
 HSR_API void hsr_restore_opts_init(hsr_restore_opts *opts, uint32_t struct_size);
 
 /** Create a session from a file of hsr_session_save. Its next token is the one that the saved session would have had, on the same
- *  machine to the bit. Everything is checked; the message of a refusal names what differs or what is damaged. The file is not needed
- *  afterwards.
+ *  machine to the bit, unless that depends on a history of attention (forced_history, selector HISTORY), which begins anew. Everything
+ *  is checked; the message of a refusal names what differs or what is damaged. The file is not needed afterwards.
  *  @param opts  NULL: defaults
  *  @return HSR_OK; HSR_E_IO, HSR_E_FORMAT (damaged, cut short, or saved with another model or calibration), HSR_E_VERSION,
  *          HSR_E_CONTEXT, HSR_E_NOSPACE (the memory budgets or max_sessions), HSR_E_UNSUPPORTED, HSR_E_INVALID, HSR_E_NOMEM,
