@@ -41,7 +41,7 @@ class Profile:
     mode: str = "sparse"
     """dense: read all keys and values; everything below but window_size and sink_size then means nothing."""
     budget: int = 1024
-    """Tokens that each query reads in each layer and key-value head, besides sink and window."""
+    """Tokens that each query reads in each layer and key-value head, besides sink and window: whole slices, at least one."""
     sparse_ratio: float = 0.0
     """The budget is at least this share of the tokens outside sink and window, 0 to 1."""
     slice_size: int = 16
@@ -105,6 +105,16 @@ class Profile:
             raise TypeError(f"virtual_tokens must be true or false, not {self.virtual_tokens!r}")
         object.__setattr__(self, "dense_layers", _layers(self.dense_layers))
         object.__setattr__(self, "layer_budgets", _budgets(self.layer_budgets))
+        self._check_slices()
+
+    def _check_slices(self) -> None:
+        """With less than a slice nothing would be selected; budgets are rounded up to 16 first."""
+        name = "block_size_fine" if self.selector == "classic" else "slice_size"
+        slice_size = getattr(self, name)
+        budgets = [("budget", self.budget), ("prefill_budget", self.prefill_budget)]
+        for what, budget in budgets + [(f"the budget of layer {layer}", budget) for layer, budget in self.layer_budgets]:
+            if 0 < budget <= slice_size - _SLICES[0]:
+                raise InvalidError(f"{what} is {budget}, and nothing smaller than {name} is selected, which is {slice_size}")
 
     def native_fields(self, n_layers: int) -> dict[str, Any]:
         """The fields of an hsr_profile for a model of n_layers; InvalidError for a layer it does not have."""

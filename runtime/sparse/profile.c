@@ -44,6 +44,26 @@ static hsr_status check_classic(const hsr_profile *p, hsr_error *err)
     return hsri_in_range("top_k_fine", p->top_k_fine, 1, MAX_TOKENS, err);
 }
 
+/* With less than a slice nothing would be selected. */
+static hsr_status holds_slice(const hsr_profile *p, const char *name, int32_t budget, hsr_error *err)
+{
+    const bool    classic = p->selector == HSR_SELECT_CLASSIC;
+    const int32_t slice = classic ? p->block_size_fine : p->slice_size;
+    if (budget == 0 || budget > slice - (int32_t)HSRI_UNIT_TOKENS)
+        return HSR_OK;
+    return hsri_fail(err, HSR_E_INVALID, "%s is %d, and nothing smaller than %s is selected, which is %d", name, budget,
+                     classic ? "block_size_fine" : "slice_size", slice);
+}
+
+static hsr_status check_slices(const hsr_profile *p, hsr_error *err)
+{
+    HSRI_TRY(holds_slice(p, "budget", p->budget, err));
+    HSRI_TRY(holds_slice(p, "prefill_budget", p->prefill_budget, err));
+    for (uint32_t i = 0; i < p->n_layer_budgets; i++)
+        HSRI_TRY(holds_slice(p, "a number in layer_budgets", p->layer_budgets[i], err));
+    return HSR_OK;
+}
+
 static hsr_status check(const hsr_profile *p, uint32_t n_layers, bool calibrated, hsr_error *err)
 {
     HSRI_TRY(hsri_in_range("selector", p->selector, HSR_SELECT_AUTO, HSR_SELECT_ORACLE, err));
@@ -61,7 +81,8 @@ static hsr_status check(const hsr_profile *p, uint32_t n_layers, bool calibrated
     HSRI_TRY(hsri_in_range("prefill_budget", p->prefill_budget, 0, MAX_TOKENS, err));
     HSRI_TRY(hsri_in_range("late", p->late, HSR_LATE_WAIT, HSR_LATE_ESTIMATE, err));
     HSRI_TRY(check_classic(p, err));
-    return check_layers(p, n_layers, err);
+    HSRI_TRY(check_layers(p, n_layers, err));
+    return check_slices(p, err);
 }
 
 /* ---- making --------------------------------------------------------------------------------------------------- */

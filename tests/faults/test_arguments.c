@@ -272,6 +272,7 @@ static void test_sparse_arguments(hsr_engine *e)
     REFUSE(sparse_ratio, 1.5f, "sparse_ratio");
     REFUSE(sparse_ratio, (float)NAN, "sparse_ratio");
     REFUSE(slice_size, 48, "slice_size");
+    REFUSE(slice_size, (p.budget = 48, 64), "budget is 48");
     REFUSE(forced_history, 65, "forced_history");
     REFUSE(forced_history, -1, "forced_history");
     REFUSE(candidates, -1, "candidates");

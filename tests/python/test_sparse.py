@@ -151,7 +151,9 @@ def test_lengths_around_the_borders_of_pages(paths, selector, sink):
 
             dense = rows(0, 64)
             for budget in (16, 64, 1 << 20):
-                got = rows(Profile(selector=selector, budget=budget, dense_below=0, prefill_budget=budget, prefill_dense_below=0), sink)
+                profile = Profile(selector=selector, budget=budget, block_size_fine=16, dense_below=0, prefill_budget=budget,
+                                  prefill_dense_below=0)
+                got = rows(profile, sink)
                 assert np.isfinite(got).all()
                 if budget == 1 << 20 and selector != "history":
                     assert np.array_equal(got, dense)

@@ -349,7 +349,7 @@ typedef struct hsr_profile {
     uint32_t struct_size;
     int32_t  sparse;               /* 0: dense attention, everything below is ignored */
     int32_t  selector;             /* HSR_SELECT_* */
-    int32_t  budget;               /* tokens attended per query and kv head besides sink and window; rounded up to slices; >= 16 */
+    int32_t  budget;               /* tokens attended per query and kv head besides sink and window; whole slices, at least one */
     float    sparse_ratio;         /* > 0: the budget is at least this share of the tokens outside sink and window; in [0, 1] */
     int32_t  slice_size;           /* 16, 32 or 64 tokens chosen together */
     int32_t  virtual_tokens;       /* nonzero: what is not attended counts with its estimated mass and mean value. Needs selector sketch or
