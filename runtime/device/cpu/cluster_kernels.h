@@ -82,7 +82,8 @@ typedef struct hsri_member_score_args {
     uint64_t        mass_stride;
 } hsri_member_score_args;
 
-/* Rows that vote together: so many of them, at most HSRI_MEMBER_VOTES, and how many floats are from what one has to what the next one has. */
+/* Rows that vote together: so many of them, at most HSRI_MEMBER_VOTES, and how many floats are from what one has to what the next one
+ * has. */
 typedef struct hsri_member_votes {
     uint32_t n;
     uint64_t rotated, cluster_mass, mass;

@@ -712,8 +712,8 @@ static void weigh_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
     }
 }
 
-/* A partial of mass exp(m), l = 1; empty if nothing was left over. Of a prompt run each row has the estimate that was made for the last vote,
- * about its own exact mass. */
+/* A partial of mass exp(m), l = 1; empty if nothing was left over. Of a prompt run each row has the estimate that was made for the last
+ * vote, about its own exact mass. */
 static void finish_head(const select_job *job, const pick_state *p, uint32_t row, uint32_t head)
 {
     const page_list l = hsri_cpu_pages_of(job, p, head / job->heads_per_kv);
@@ -740,7 +740,10 @@ static void finish_head(const select_job *job, const pick_state *p, uint32_t row
     }
 }
 
-static uint64_t finish_items(const select_job *job, const pick_state *p) { return p->virtual_tokens ? (uint64_t)job->n_heads * p->n_rows : 0; }
+static uint64_t finish_items(const select_job *job, const pick_state *p)
+{
+    return p->virtual_tokens ? (uint64_t)job->n_heads * p->n_rows : 0;
+}
 
 static void finish_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {

@@ -63,7 +63,7 @@ typedef struct select_job {
     float             *raised;         /* [vote][head][chunks]: by how much the reference was raised */
     float             *worth;          /* [pick][kv head][units] */
     uint32_t          *work;           /* [pick][kv head][units] */
-    float             *means;          /* [pick][spans][head]{ mass, value[d] } */
+    float             *means;          /* [vote][spans][head]{ mass, value[d] } */
     uint8_t           *chosen;         /* [pick][kv head][pages], a bit for each unit */
     /* For picks with clusters. */
     uint64_t           max_segments;   /* 0: there are none */
