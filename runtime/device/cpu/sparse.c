@@ -67,7 +67,7 @@ static void cpu_rotate(hsri_queue *q, const hsri_kv_view *kv, uint32_t layer, ui
                              n_heads };
 
     assert(kv->calibration.buf != 0);
-    hsri_cpu_run_items(dev, n, n * kv->head_dim * kv->head_dim / 8, rotate_run, &job);
+    hsri_cpu_run_items(dev, n, n * kv->head_dim * kv->head_dim / 5, rotate_run, &job);
 }
 
 /* ---- indexing ---- */

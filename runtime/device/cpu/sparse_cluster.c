@@ -717,6 +717,9 @@ static void write_marks(const uint8_t *pages, uint32_t *marks)
     }
 }
 
+/* Clusters whose tokens' positions are fetched before their turn. */
+#define MARK_AHEAD 8u
+
 static void mark_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
 {
     const hsri_cluster_layout layout = hsri_cluster_layout_of(&p->seq->index_shape);
@@ -733,6 +736,8 @@ static void mark_segment(const select_job *job, const pick_state *p, uint32_t kv
     for (uint32_t i = taken[0]; i < taken[1]; i++) {
         uint32_t k = clusters[i] % CLUSTERS;
 
+        if (i + MARK_AHEAD < taken[1])
+            __builtin_prefetch(positions + starts[clusters[i + MARK_AHEAD] % CLUSTERS]);
         fetch_tokens(record, &layout, k, starts[k], starts[k + 1]);
         for (uint32_t t = starts[k]; t < starts[k + 1]; t++)
             pages[positions[t] / HSRI_PAGE_TOKENS] = 1;
