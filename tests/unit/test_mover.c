@@ -192,6 +192,35 @@ static void test_priorities(void)
     world_end(&w);
 }
 
+/* Writes that were ahead of need overtake other work once somebody waits for them; reads that nobody waits for do not. */
+static void test_writes_raised(void)
+{
+    world w;
+    world_init(&w, 1, 0, 0);
+    for (uint32_t i = 0; i < 5; i++)
+        fill(&w, i);
+    CHECK(do_move(&w, move_of(&w, HSRI_MOVE_WRITE, 1, 1)).status == HSR_OK);
+    CHECK(do_move(&w, move_of(&w, HSRI_MOVE_WRITE, 2, 2)).status == HSR_OK);
+    set_fault(&w, HSRI_IO_WRITE, (hsri_io_fault){ .delay_ms = 60 });
+    static const struct { hsri_move_kind kind; hsri_move_priority priority; } given[5] = {
+        { HSRI_MOVE_WRITE, HSRI_MOVE_BACKGROUND }, { HSRI_MOVE_READ, HSRI_MOVE_BACKGROUND }, { HSRI_MOVE_READ, HSRI_MOVE_PREFETCH },
+        { HSRI_MOVE_WRITE, HSRI_MOVE_BACKGROUND }, { HSRI_MOVE_WRITE, HSRI_MOVE_BACKGROUND },
+    };
+    for (uint32_t i = 0; i < 5; i++) {
+        hsri_move move = move_of(&w, given[i].kind, i, given[i].kind == HSRI_MOVE_READ ? 10 + i : i);
+        CHECK(hsri_mover_submit(w.mover, &move, given[i].priority) != HSRI_NO_MOVE);
+        if (i == 0)
+            usleep(15000);      /* the first has started */
+    }
+    hsri_mover_raise_writes(w.mover);
+    static const uint32_t order[5] = { 0, 3, 4, 2, 1 };
+    for (uint32_t n = 0; n < 5; n++) {
+        hsri_moved moved;
+        CHECK(hsri_mover_collect(w.mover, &moved, 1, 5000) == 1 && moved.status == HSR_OK && moved.move.owner == order[n]);
+    }
+    world_end(&w);
+}
+
 /* More than the queue holds is refused, not lost; what is queued when the mover goes is forgotten. */
 static void test_full(void)
 {
@@ -267,6 +296,7 @@ int main(void)
     test_round_trip();
     test_extents();
     test_priorities();
+    test_writes_raised();
     test_full();
     test_late();
     test_hung_room(300);
