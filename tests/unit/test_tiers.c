@@ -540,6 +540,25 @@ static void test_squeezed(const setup *how)
     world_end(&w, HSR_OK);
 }
 
+/* Pages are written before anything has to leave, so that nobody waits for it. */
+static void test_clean_ahead(void)
+{
+    world w;
+    world_init(&w, &squeezed);
+    session *s = create(&w);
+    hsri_tiers_stats t = tiers_stats(&w), before = t;
+    uint32_t failed;
+    CHECK(hsri_cache_admit(s->cache, 7000, NULL) == HSR_OK);
+    while (s->committed < 7000 && t.evictions == 0) {
+        before = t;
+        uint64_t end = hsri_min(7000, s->committed + 64);
+        CHECK(step(&w, &s, &end, 1, &failed, NULL) == HSR_OK);
+        t = tiers_stats(&w);
+    }
+    CHECK(t.evictions > 0 && before.evictions == 0 && before.writes > 0);
+    world_end(&w, HSR_OK);
+}
+
 /* Refusals name what is short, and nothing has changed. */
 static void test_admission(void)
 {
@@ -1042,6 +1061,7 @@ int main(int argc, char **argv)
     variant = squeezed;
     variant.warm = 8;
     test_squeezed(&variant);
+    test_clean_ahead();
     test_estimate();
     test_guesses();
     test_rising();
