@@ -26,6 +26,7 @@ from hisparse_rt.calibration import read_calibration, write_calibration
 from hisparse_rt.profile import Profile
 from hisparse_rt.tools.calibrate import calibrate
 from hisparse_rt.tools.convert import convert
+from hisparse_rt.tools.squeeze import squeeze
 
 TEMPLATE = "{% for m in messages %}<|turn|>{{ m.content }}{% endfor %}<|turn|>"
 LENGTH, OUTPUT = 6000, 16
@@ -52,6 +53,11 @@ def cold(tmp_path):
     folder = tmp_path / "cold"
     folder.mkdir()
     return folder
+
+
+def convert_tiny(folder, cfg) -> Path:
+    convert(tiny.write_hf(folder / "hf", cfg, tiny.weights(cfg, 9)), folder / "m.hsr", dtype="q8")
+    return folder / "m.hsr"
 
 
 def run(session) -> tuple[list[int], np.ndarray]:
@@ -156,6 +162,32 @@ def test_squeezed_through_warm_memory(model_file, resident, cold, mode, kv, io):
         assert 0 < stats.warm_pages <= stats.cold_pages
         after = model.stats()
         assert after.hot_blocks_used == after.hot_blocks_reserved == after.cold_pages == after.cold_bytes_used == after.warm_pages == 0
+
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}
+FIXTURES = {"llama": {}, "mistral": {}, "qwen3": {}, "qwen2": {"rope_scaling": YARN, "hidden_size": 64}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["dense", "sparse"])
+@pytest.mark.parametrize("arch, head_dim, kv", [("llama", 16, "bf16"), ("mistral", 16, "f32"), ("qwen3", 32, "int8"), ("qwen2", 16, "f32"),
+                                                ("qwen2", 64, "bf16")])
+def test_a_twentieth_hot_and_a_tenth_warm(cold, tmp_path, arch, head_dim, kv, mode):
+    """Of a context so long that this is still enough for a step, whatever the model."""
+    cfg = tiny.config(arch, **{"head_dim": head_dim, "max_position_embeddings": 8192} | FIXTURES[arch])
+    file = convert_tiny(tmp_path, cfg)
+    profile = SPARSE if mode == "sparse" else Profile(mode="dense")
+    found = squeeze(file, cold, kv, profile, 40_000 if head_dim == 64 else 65_536, tokens=4)
+    assert found.same
+    assert found.sealed > 2000 and found.evictions > 0 and found.misses > 0 and found.late > 0, found
+    assert list(cold.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv, profile", [("compact", SKETCH), ("vtq", Profile(mode="dense"))])
+def test_a_twentieth_hot_of_calibrated_formats(model_file, cold, kv, profile):
+    found = squeeze(model_file, cold, kv, profile, 98_304, tokens=2)
+    assert found.same and found.sealed > 2000 and found.evictions > 0 and found.misses > 0 and found.late > 0, found
 
 
 def test_memory_that_is_not_read_in_place_is_no_part_of_the_pool(model_file, cold):
