@@ -15,9 +15,11 @@ import demo
 import hisparse_rt as hs
 import numpy as np
 import pytest
+from hisparse_rt.profile import Profile
 from hisparse_rt.tools.convert import convert
 from hisparse_rt.tools.dequantise import dequantise
 from hisparse_rt.tools.perplexity import perplexity
+from hisparse_rt.tools.squeeze import squeeze
 
 pytestmark = pytest.mark.slow
 
@@ -173,3 +175,14 @@ def test_kernels_compute_what_the_weights_say(smollm2, tmp_path, dtype, bound):
     with hs.load(smollm2.path(dtype), kv="f32", threads=2) as model:
         got, _ = perplexity(model, ids, 512)
     assert abs(got / want - 1) < bound
+
+
+@pytest.mark.parametrize("kv, profile, context", [
+    ("int8", Profile(mode="dense"), 24576),
+    ("bf16", Profile(selector="minmax", virtual_tokens=False, budget=512, prefill_budget=512, prefill_dense_below=1024), 16384),
+])
+def test_squeezed_is_resident(smollm2, tmp_path, kv, profile, context):
+    """Hot memory for a twentieth of the pages, warm memory for a tenth. Calibrated formats: tools/squeeze.py."""
+    found = squeeze(smollm2.path("q4"), tmp_path, kv, profile, context)
+    assert found.same
+    assert found.sealed > 0 and found.evictions > 0 and found.misses > 0 and found.late > 0, found
