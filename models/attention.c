@@ -31,13 +31,11 @@ static uint32_t wave_groups(const part *p)
     return (uint32_t)(p->f->s->part_floats / ((uint64_t)p->span->n_rows * p->f->hp->n_heads * (p->f->hp->head_dim + 2)));
 }
 
-/* What one merge makes of all groups has a reader beside `attended` only if attention is remembered. */
-static void merge(const part *p, hsri_ref from, uint32_t n_groups, bool first, bool last)
+/* What one fold makes of all groups has a reader beside `attended` only if attention is remembered. */
+static hsri_fold fold_of(const part *p, bool first, bool last)
 {
-    const hsri_hparams *hp = p->f->hp;
     const bool forgotten = first && last && !p->span->n_mass_rows;
-    p->f->dev->ops.merge(p->f->queue, p->span->n_rows, hp->n_heads, hp->head_dim, from, n_groups, first,
-                         forgotten ? (hsri_ref){ 0 } : p->acc, last ? p->attended : (hsri_ref){ 0 });
+    return (hsri_fold){ first, forgotten ? (hsri_ref){ 0 } : p->acc, last ? p->attended : (hsri_ref){ 0 } };
 }
 
 /* Pages of groups [g0, *g1) are in memory until let_go. False after a failure. */
@@ -105,9 +103,9 @@ static void attend_dense(const part *p)
         g1 = (uint32_t)hsri_min(n_groups, (uint64_t)g0 + wave);
         if (!hold_dense(p, g0, &g1))
             return;
+        const hsri_fold fold = fold_of(p, g0 == 0, g1 == n_groups);
         f->dev->ops.attend(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated,
-                           g0, g1, f->s->part);
-        merge(p, f->s->part, g1 - g0, g0 == 0, g1 == n_groups);
+                           g0, g1, f->s->part, &fold);
         const hsri_page_parts heard = page_parts_of(p, HSRI_PARTS_DENSE, g0, g1);
         listen(p, &heard);
         if (!let_go(p))
@@ -189,14 +187,14 @@ static bool attend_lists(const part *p, const hsri_lists *lists)
     const hsri_hparams *hp = f->hp;
     const hsri_ref pick_of = hsri_at(f->pick_of, p->span->row * sizeof(uint32_t));
     const uint32_t n_groups = (uint32_t)hsri_div_up(p->span->max_units, lists->group_units), wave = wave_groups(p);
+    const hsri_fold fold = fold_of(p, false, false);
 
     for (uint32_t g0 = 0, g1; g0 < n_groups; g0 = g1) {
         g1 = (uint32_t)hsri_min(n_groups, (uint64_t)g0 + wave);
         if (!hold_lists(p, lists, g0, &g1))
             return false;
         f->dev->ops.attend_list(f->queue, &p->batch, f->kv, p->layer, hp->n_heads, hp->attention_scale, p->queries, p->rotated,
-                                pick_of, lists, g0, g1, f->s->part);
-        merge(p, f->s->part, g1 - g0, false, false);
+                                pick_of, lists, g0, g1, f->s->part, &fold);
         hsri_page_parts heard = page_parts_of(p, HSRI_PARTS_LISTS, g0, g1);
         heard.pick_of = pick_of;
         heard.lists = *lists;
@@ -214,13 +212,13 @@ static bool attend_fixed(const part *p)
     const hsri_span *span = p->span;
     const bool bridged = span->prefill && f->residency;
     const uint32_t g0 = span->bridge_page * HSRI_PAGE_TOKENS / HSRI_GROUP_TOKENS;
+    const hsri_fold fold = fold_of(p, true, false);
     uint32_t g1 = g0 + 1;
 
     if (bridged && !hold_dense(p, g0, &g1))
         return false;
     f->dev->ops.attend_fixed(f->queue, &p->batch, f->kv, p->layer, f->hp->n_heads, f->hp->attention_scale, p->queries, p->rotated,
-                             span->n_fixed, span->prefill, f->s->part);
-    merge(p, f->s->part, span->n_fixed, true, false);
+                             span->n_fixed, span->prefill, f->s->part, &fold);
     const hsri_page_parts heard = page_parts_of(p, HSRI_PARTS_FIXED, 0, 0);
     listen(p, &heard);
     return !bridged || let_go(p);
@@ -233,6 +231,7 @@ static void attend_sparse(const part *p)
     const hsri_hparams *hp = f->hp;
     const hsri_span *span = p->span;
     const hsri_lists lists = lists_of(p);
+    const hsri_fold fold = fold_of(p, false, true);
     const hsri_ref sparse = hsri_at(f->sparse[span->prefill], (uint64_t)p->layer * f->batch.n_seqs * sizeof(hsri_sparse));
     const hsri_ref picks = hsri_at(f->picks, span->first_pick * sizeof(hsri_pick));
 
@@ -245,7 +244,7 @@ static void attend_sparse(const part *p)
     copy_lists(p, &lists);
     if (!attend_lists(p, &lists))
         return;
-    merge(p, lists.virtual_part, 1, false, true);
+    op->merge(f->queue, span->n_rows, hp->n_heads, hp->head_dim, lists.virtual_part, 1, &fold);
     remember(p);
 }
 

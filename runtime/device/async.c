@@ -38,11 +38,11 @@ typedef struct rope_append_args {
 } rope_append_args;
 typedef struct seal_args { hsri_kv_view kv; hsri_ref list; uint32_t n; } seal_args;
 typedef struct attend_args {
-    hsri_batch batch; hsri_kv_view kv; hsri_ref queries, rotated, part; uint32_t layer, n_heads, g0, g1; float scale;
+    hsri_batch batch; hsri_kv_view kv; hsri_ref queries, rotated, part; uint32_t layer, n_heads, g0, g1; float scale; hsri_fold fold;
 } attend_args;
 typedef struct attend_list_args {
     hsri_batch batch; hsri_kv_view kv; hsri_lists lists; hsri_ref queries, rotated, pick_of, part; uint32_t layer, n_heads, g0, g1;
-    float scale;
+    float scale; hsri_fold fold;
 } attend_list_args;
 typedef struct rotate_args { hsri_kv_view kv; hsri_ref queries, rotated; uint32_t layer, n_heads, n_rows; } rotate_args;
 typedef struct select_args {
@@ -53,7 +53,7 @@ typedef struct page_parts_args {
     hsri_batch batch; hsri_kv_view kv; hsri_page_parts what; hsri_ref queries, rotated, acc; uint32_t layer, n_heads; float scale;
 } page_parts_args;
 typedef struct top_pages_args { hsri_kv_view kv; hsri_mass_range range; hsri_ref wants, out; uint32_t stride; } top_pages_args;
-typedef struct merge_args { hsri_ref part, acc, out; uint32_t n_rows, n_heads, head_dim, n_groups; int first; } merge_args;
+typedef struct merge_args { hsri_ref part; uint32_t n_rows, n_heads, head_dim, n_groups; hsri_fold fold; } merge_args;
 typedef struct sample_args { hsri_ref logits, params, out; uint32_t n_rows, n_vocab, n_tokens; } sample_args;
 typedef struct norm_linear_args { hsri_matrix w; hsri_ref in, gain, bias, scratch, out; float eps; uint32_t n_rows, n; } norm_linear_args;
 typedef struct qkv_args {
@@ -246,43 +246,51 @@ static void run_cluster(hsri_queue *q, const args *u) { q->dev->ops.cluster(q, &
 
 static void async_cluster(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n) { PUSH(q, run_cluster, seal, *kv, list, n); }
 
+/* An absent fold is one without a place. */
+static hsri_fold fold_of(const hsri_fold *fold) { return fold ? *fold : (hsri_fold){ 0 }; }
+static const hsri_fold *fold_in(const hsri_fold *fold) { return fold->acc.buf || fold->out.buf ? fold : NULL; }
+
 static void run_attend(hsri_queue *q, const args *u)
 {
     const attend_args *a = &u->attend;
-    q->dev->ops.attend(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->g0, a->g1, a->part);
+    q->dev->ops.attend(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->g0, a->g1, a->part,
+                       fold_in(&a->fold));
 }
 
 static void async_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
-                         hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
+                         hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part, const hsri_fold *fold)
 {
-    PUSH(q, run_attend, attend, *batch, *kv, queries, rotated, part, layer, n_heads, g0, g1, scale);
+    PUSH(q, run_attend, attend, *batch, *kv, queries, rotated, part, layer, n_heads, g0, g1, scale, fold_of(fold));
 }
 
 /* g0: the rows are prompt runs; g1: groups */
 static void run_attend_fixed(hsri_queue *q, const args *u)
 {
     const attend_args *a = &u->attend;
-    q->dev->ops.attend_fixed(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->g1, (int)a->g0, a->part);
+    q->dev->ops.attend_fixed(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->g1, (int)a->g0, a->part,
+                             fold_in(&a->fold));
 }
 
 static void async_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads,
-                               float scale, hsri_ref queries, hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part)
+                               float scale, hsri_ref queries, hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part,
+                               const hsri_fold *fold)
 {
-    PUSH(q, run_attend_fixed, attend, *batch, *kv, queries, rotated, part, layer, n_heads, runs != 0, n_fixed, scale);
+    PUSH(q, run_attend_fixed, attend, *batch, *kv, queries, rotated, part, layer, n_heads, runs != 0, n_fixed, scale, fold_of(fold));
 }
 
 static void run_attend_list(hsri_queue *q, const args *u)
 {
     const attend_list_args *a = &u->attend_list;
     q->dev->ops.attend_list(q, &a->batch, &a->kv, a->layer, a->n_heads, a->scale, a->queries, a->rotated, a->pick_of, &a->lists, a->g0,
-                            a->g1, a->part);
+                            a->g1, a->part, fold_in(&a->fold));
 }
 
 static void async_attend_list(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                               hsri_ref queries, hsri_ref rotated, hsri_ref pick_of, const hsri_lists *lists, uint32_t g0, uint32_t g1,
-                              hsri_ref part)
+                              hsri_ref part, const hsri_fold *fold)
 {
-    PUSH(q, run_attend_list, attend_list, *batch, *kv, *lists, queries, rotated, pick_of, part, layer, n_heads, g0, g1, scale);
+    PUSH(q, run_attend_list, attend_list, *batch, *kv, *lists, queries, rotated, pick_of, part, layer, n_heads, g0, g1, scale,
+         fold_of(fold));
 }
 
 static void run_rotate(hsri_queue *q, const args *u)
@@ -376,13 +384,13 @@ static void async_set_aside(hsri_queue *q, const hsri_batch *batch, const hsri_k
 static void run_merge(hsri_queue *q, const args *u)
 {
     const merge_args *a = &u->merge;
-    q->dev->ops.merge(q, a->n_rows, a->n_heads, a->head_dim, a->part, a->n_groups, a->first, a->acc, a->out);
+    q->dev->ops.merge(q, a->n_rows, a->n_heads, a->head_dim, a->part, a->n_groups, &a->fold);
 }
 
-static void async_merge(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups, int first,
-                        hsri_ref acc, hsri_ref out)
+static void async_merge(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups,
+                        const hsri_fold *fold)
 {
-    PUSH(q, run_merge, merge, part, acc, out, n_rows, n_heads, head_dim, n_groups, first);
+    PUSH(q, run_merge, merge, part, n_rows, n_heads, head_dim, n_groups, *fold);
 }
 
 static void run_sample(hsri_queue *q, const args *u)

@@ -75,6 +75,13 @@ typedef struct hsri_kv_view {
     hsri_ref calibration;   /* hsri_calibration_record of every (layer, kv head); buf 0: none */
 } hsri_kv_view;
 
+/* What becomes of partials: those of each (row, head) are folded, in order, into its running state acc[row][head] = { m, l, o[d] }; `first`
+ * starts from the empty state; `out` (optional) receives o / l as [row][n_heads][d] after the fold. With both, acc is optional. */
+typedef struct hsri_fold {
+    int      first;
+    hsri_ref acc, out;
+} hsri_fold;
+
 /* The rows of a step. */
 typedef struct hsri_batch {
     hsri_ref rows;          /* hsri_row[n_rows] */
@@ -172,13 +179,15 @@ typedef struct hsri_ops {
     /* Partial attention over dense groups [g0, g1) (runs of HSRI_GROUP_TOKENS positions), causal: partial of (row, head, group g) is
      * part[(row * n_heads + head) * (g1 - g0) + g - g0] = { m, l, o[d] } with l = sum of exp(s - m), o = sum of exp(s - m) v,
      * s = scale*q.k and m the largest s, or a number near it (by about 6). A group that starts beyond the row's position gives
-     * m = -inf, l = 0, o = 0. */
+     * m = -inf, l = 0, o = 0.
+     * With a fold, here and in the other operations that make partials, these are merged at once, with the bits that `merge` would give:
+     * `part` is only room for them, and its content is unspecified afterwards. */
     void (*attend)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
-                   hsri_ref queries, hsri_ref rotated /* may be absent if no format needs it */, uint32_t g0, uint32_t g1, hsri_ref part);
-    /* Fold n_groups partials (at least one) of each (row, head), in order, into the running state acc[row][head] = { m, l, o[d] }; `first`
-     * starts from the empty state; `out` (optional) receives o / l as [row][n_heads][d] after the fold. With both, acc is optional. */
-    void (*merge)(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups, int first,
-                  hsri_ref acc, hsri_ref out);
+                   hsri_ref queries, hsri_ref rotated /* may be absent if no format needs it */, uint32_t g0, uint32_t g1, hsri_ref part,
+                   const hsri_fold *fold /* NULL: partials are wanted */);
+    /* fold n_groups partials (at least one) of each (row, head) */
+    void (*merge)(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups,
+                  const hsri_fold *fold);
     /* Sample each row of logits[n_rows][n_vocab]; ids >= n_tokens are never drawn. */
     void (*sample)(hsri_queue *q, hsri_ref logits, uint32_t n_rows, uint32_t n_vocab, uint32_t n_tokens,
                    hsri_ref params /* hsri_sample_params[] */, hsri_ref out /* hsri_sampled[] */);
@@ -193,7 +202,7 @@ typedef struct hsri_ops {
     /* partials of the fixed groups: part[(row * n_heads + head) * n_fixed + g]; groups beyond a row's own are empty. `runs`: the rows
      * are whole prompt runs (hsri_pick of 128 rows), whose second pages have a bridge group; otherwise no row has one. */
     void (*attend_fixed)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
-                         hsri_ref queries, hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part);
+                         hsri_ref queries, hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part, const hsri_fold *fold);
     /* acc = merged state of the fixed groups, { m, l, o[d] } per (row, head): their mass is exact and part of the normaliser */
     void (*select)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                    hsri_ref queries, hsri_ref rotated, hsri_ref acc, hsri_ref sparse /* hsri_sparse[n_seqs] */,
@@ -210,7 +219,7 @@ typedef struct hsri_ops {
     /* partials of list groups [g0, g1) of every row: part[(row * n_heads + head) * (g1 - g0) + g - g0]; `pick_of` = uint32[n_rows] */
     void (*attend_list)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                         hsri_ref queries, hsri_ref rotated, hsri_ref pick_of, const hsri_lists *lists,
-                        uint32_t g0, uint32_t g1, hsri_ref part);
+                        uint32_t g0, uint32_t g1, hsri_ref part, const hsri_fold *fold);
 
     /* Parts of the pages that the listed rows attend, of the groups that `what` names. */
     void (*page_parts)(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,

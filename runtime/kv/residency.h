@@ -5,7 +5,7 @@
  *     for (g0 = 0; g0 < n; g0 = g1) {
  *         g1 = min(n, g0 + what fits the partials);
  *         if (r) TRY(r->hold_dense(r->self, layer, g0, &g1, err));
- *         attend [g0, g1); merge;
+ *         attend [g0, g1), folded;
  *         if (r) TRY(r->release(r->self, err));
  *     }
  *

@@ -601,7 +601,7 @@ static void check_partials(rig *r, const cache *c, const step *s, float scale, c
         hsri_batch batch = { hsri_at(s->batch.rows, i * sizeof(hsri_row)), s->batch.seqs, 1, N_SEQS };
 
         r->dev->ops.attend(r->q, &batch, &c->kv, LAYER, N_HEADS, scale, hsri_at(s->queries, (uint64_t)i * N_HEADS * c->d * 4),
-                           (hsri_ref){ 0 }, 0, N_GROUPS, part);
+                           (hsri_ref){ 0 }, 0, N_GROUPS, part, NULL);
         got = download(r, part, part_bytes(c, 1, N_GROUPS));
         CHECK(memcmp(got, all + (uint64_t)i * N_HEADS * N_GROUPS * one, part_bytes(c, 1, N_GROUPS)) == 0);
         free(got);
@@ -609,7 +609,7 @@ static void check_partials(rig *r, const cache *c, const step *s, float scale, c
     for (uint32_t g = 0; g < N_GROUPS; g++) {
         bool same = true;
 
-        r->dev->ops.attend(r->q, &s->batch, &c->kv, LAYER, N_HEADS, scale, s->queries, (hsri_ref){ 0 }, g, g + 1, part);
+        r->dev->ops.attend(r->q, &s->batch, &c->kv, LAYER, N_HEADS, scale, s->queries, (hsri_ref){ 0 }, g, g + 1, part, NULL);
         got = download(r, part, part_bytes(c, n, 1));
         for (uint32_t i = 0; i < n * N_HEADS; i++)
             same &= memcmp(got + (uint64_t)i * one, all + ((uint64_t)i * N_GROUPS + g) * one, one * 4) == 0;
@@ -642,22 +642,29 @@ static void check_merge_forgets(rig *r, const cache *c, uint32_t n, hsri_ref par
     uint64_t bytes = (uint64_t)n * N_HEADS * c->d * 4;
     hsri_ref acc = room(r, part_bytes(c, n, 1)), kept = room(r, bytes), forgotten = room(r, bytes);
 
-    r->dev->ops.merge(r->q, n, N_HEADS, c->d, part, n_groups, 1, acc, kept);
-    r->dev->ops.merge(r->q, n, N_HEADS, c->d, part, n_groups, 1, NONE, forgotten);
+    r->dev->ops.merge(r->q, n, N_HEADS, c->d, part, n_groups, &(hsri_fold){ 1, acc, kept });
+    r->dev->ops.merge(r->q, n, N_HEADS, c->d, part, n_groups, &(hsri_fold){ 1, NONE, forgotten });
     check_same(r, kept, forgotten, bytes);
 }
 
-/* Groups folded in two calls, the partials of each call computed for it, give the bits of one call. */
+/* Groups folded in two calls, the partials of each call computed for it, give the bits of one call; and so where they are folded at once. */
 static void check_merge_order(rig *r, const cache *c, const step *s, float scale, const float *once)
 {
     uint32_t n = s->batch.n_rows;
     hsri_ref part = room(r, part_bytes(c, n, 2)), acc = room(r, part_bytes(c, n, 1)), out = room(r, (uint64_t)n * N_HEADS * c->d * 4);
     float   *got;
 
-    r->dev->ops.attend(r->q, &s->batch, &c->kv, LAYER, N_HEADS, scale, s->queries, (hsri_ref){ 0 }, 0, 2, part);
-    r->dev->ops.merge(r->q, n, N_HEADS, c->d, part, 2, 1, acc, NONE);
-    r->dev->ops.attend(r->q, &s->batch, &c->kv, LAYER, N_HEADS, scale, s->queries, (hsri_ref){ 0 }, 2, 3, part);
-    r->dev->ops.merge(r->q, n, N_HEADS, c->d, part, 1, 0, acc, out);
+    r->dev->ops.attend(r->q, &s->batch, &c->kv, LAYER, N_HEADS, scale, s->queries, (hsri_ref){ 0 }, 0, 2, part, NULL);
+    r->dev->ops.merge(r->q, n, N_HEADS, c->d, part, 2, &(hsri_fold){ 1, acc, NONE });
+    r->dev->ops.attend(r->q, &s->batch, &c->kv, LAYER, N_HEADS, scale, s->queries, (hsri_ref){ 0 }, 2, 3, part, NULL);
+    r->dev->ops.merge(r->q, n, N_HEADS, c->d, part, 1, &(hsri_fold){ 0, acc, out });
+    got = download(r, out, (uint64_t)n * N_HEADS * c->d * 4);
+    CHECK(memcmp(got, once, (uint64_t)n * N_HEADS * c->d * 4) == 0);
+    free(got);
+    r->dev->ops.attend(r->q, &s->batch, &c->kv, LAYER, N_HEADS, scale, s->queries, (hsri_ref){ 0 }, 0, 2, part,
+                       &(hsri_fold){ 1, acc, NONE });
+    r->dev->ops.attend(r->q, &s->batch, &c->kv, LAYER, N_HEADS, scale, s->queries, (hsri_ref){ 0 }, 2, 3, part,
+                       &(hsri_fold){ 0, acc, out });
     got = download(r, out, (uint64_t)n * N_HEADS * c->d * 4);
     CHECK(memcmp(got, once, (uint64_t)n * N_HEADS * c->d * 4) == 0);
     free(got);
@@ -694,8 +701,8 @@ static void test_attention(rig *r, hsri_kv_type type, uint32_t d, uint32_t rotar
     cache_fill(r, &c);
     s = cache_step(r, &c, rows, n);
     free(download(r, s.queries, (uint64_t)n * N_HEADS * d * 4));
-    r->dev->ops.attend(r->q, &s.batch, &c.kv, LAYER, N_HEADS, scale, s.queries, (hsri_ref){ 0 }, 0, N_GROUPS, part);
-    r->dev->ops.merge(r->q, n, N_HEADS, d, part, N_GROUPS, 1, acc, out);
+    r->dev->ops.attend(r->q, &s.batch, &c.kv, LAYER, N_HEADS, scale, s.queries, (hsri_ref){ 0 }, 0, N_GROUPS, part, NULL);
+    r->dev->ops.merge(r->q, n, N_HEADS, d, part, N_GROUPS, &(hsri_fold){ 1, acc, out });
     check_merge_forgets(r, &c, n, part, 1);
     check_merge_forgets(r, &c, n, part, N_GROUPS);
     partials = download(r, part, part_bytes(&c, n, N_GROUPS));
@@ -726,8 +733,8 @@ static void test_many_heads(rig *r)
     c.kv.n_kv_heads = 1;
     r->dev->ops.rope_table(r->q, &batch, c.inv_freq, D, 1, rope.cos_sin);
     r->dev->ops.rope_append(r->q, &batch, &c.kv, LAYER, HEADS, in, NONE, NONE, 0, &rope, q_out);
-    r->dev->ops.attend(r->q, &batch, &c.kv, LAYER, HEADS, 1, q_out, (hsri_ref){ 0 }, 0, 1, part);
-    r->dev->ops.merge(r->q, 2, HEADS, D, part, 1, 1, acc, out);
+    r->dev->ops.attend(r->q, &batch, &c.kv, LAYER, HEADS, 1, q_out, (hsri_ref){ 0 }, 0, 1, part, NULL);
+    r->dev->ops.merge(r->q, 2, HEADS, D, part, 1, &(hsri_fold){ 1, acc, out });
     queries = download(r, q_out, 2 * HEADS * D * 4);
     CHECK(memcmp(queries, qkv, HEADS * D * 4) == 0);   /* position 0 rotates nothing */
     got = download(r, out, 2 * HEADS * D * 4);

@@ -379,19 +379,26 @@ static void drop(world *w, const inputs *in)
         w->dev->free(w->dev, w->buffers[w->n_buffers - 1]);
 }
 
+static void attend(world *w, const call *c, const inputs *in, hsri_ref part, const hsri_fold *fold)
+{
+    hsri_ref q = in->queries, r = in->rotated;
+
+    if (c->op == DENSE)
+        w->dev->ops.attend(w->q, &in->batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, c->g0, c->g1, part, fold);
+    else if (is_list(c->op))
+        w->dev->ops.attend_list(w->q, &in->batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, in->pick_of, &in->lists, c->g0, c->g1, part, fold);
+    else
+        w->dev->ops.attend_fixed(w->q, &in->batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, c->g1, c->op == FIXED_RUNS, part, fold);
+}
+
 static float *run(world *w, const call *c)
 {
     inputs   in = prepare(w, c);
     uint64_t bytes = (uint64_t)c->n_rows * N_HEADS * (c->g1 - c->g0) * (2 + w->s.d) * sizeof(float);
-    hsri_ref q = in.queries, r = in.rotated, part = room(w, bytes);
+    hsri_ref part = room(w, bytes);
     float   *result;
 
-    if (c->op == DENSE)
-        w->dev->ops.attend(w->q, &in.batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, c->g0, c->g1, part);
-    else if (is_list(c->op))
-        w->dev->ops.attend_list(w->q, &in.batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, in.pick_of, &in.lists, c->g0, c->g1, part);
-    else
-        w->dev->ops.attend_fixed(w->q, &in.batch, &w->kv, LAYER, N_HEADS, 0.25f, q, r, c->g1, c->op == FIXED_RUNS, part);
+    attend(w, c, &in, part, NULL);
     result = download(w, part, bytes);
     drop(w, &in);
     return result;
@@ -574,6 +581,41 @@ static void check_bits(world *w, const call *c, const float *part)
     }
 }
 
+static void check_same(world *w, hsri_ref a, hsri_ref b, uint64_t n)
+{
+    float *x = download(w, a, n * sizeof *x), *y = download(w, b, n * sizeof *y);
+
+    check_equal(x, y, n);
+    free(x);
+    free(y);
+}
+
+/* Folding at once gives the bits of merging partials: into a state that begins, into one that goes on, and into one that nobody wants. */
+static void check_fold(world *w, const call *c)
+{
+    inputs   in = prepare(w, c);
+    uint32_t d = w->s.d, n_groups = c->g1 - c->g0;
+    uint64_t n = (uint64_t)c->n_rows * N_HEADS;
+    hsri_ref none = { 0 }, part = room(w, n * n_groups * (2 + d) * 4), acc[2], out[2];
+
+    for (uint32_t i = 0; i < 2; i++) {
+        acc[i] = room(w, n * (2 + d) * 4);
+        out[i] = room(w, n * d * 4);
+    }
+    attend(w, c, &in, part, NULL);
+    w->dev->ops.merge(w->q, c->n_rows, N_HEADS, d, part, n_groups, &(hsri_fold){ 1, acc[0], out[0] });
+    attend(w, c, &in, part, &(hsri_fold){ 1, none, out[1] });
+    check_same(w, out[0], out[1], n * d);
+    attend(w, c, &in, part, &(hsri_fold){ 1, acc[1], none });
+    check_same(w, acc[0], acc[1], n * (2 + d));
+    attend(w, c, &in, part, NULL);
+    w->dev->ops.merge(w->q, c->n_rows, N_HEADS, d, part, n_groups, &(hsri_fold){ 0, acc[0], out[0] });
+    attend(w, c, &in, part, &(hsri_fold){ 0, acc[1], out[1] });
+    check_same(w, acc[0], acc[1], n * (2 + d));
+    check_same(w, out[0], out[1], n * d);
+    drop(w, &in);
+}
+
 /* ---- the calls ---- */
 
 enum { MOST_RUN = 150, N_POS = N_SOME + MOST_RUN, N_LISTS = 5, STRIDE = 72, N_CALLS = 5 };
@@ -644,6 +686,7 @@ static void test_shape(shape s, int32_t isa)
             float   *part = run(&w, &calls[i]), *parts = run_parts(&w, &calls[i], v == 1);
             uint64_t n_parts = 2ull * n_listed(&calls[i]) * N_HEADS * w.n_pages;
 
+            check_fold(&w, &calls[i]);
             if (v == 0) {
                 first[i] = part;
                 heard[i] = parts;

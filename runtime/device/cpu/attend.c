@@ -5,6 +5,9 @@
  * run of rows that read the same tokens: rows of one sequence, and where it has encoded pages, of one page, or of one pick. All query
  * heads of the kv head go together. Kernels give a query the same bits in any company, so how rows fall into calls does not show.
  *
+ * Partials that nobody wants to see stay in a core's cache, if there are so many tiles that they keep all threads busy by themselves: then
+ * tiles are the items, which take group after group, and fold what a group gives into the states of their rows.
+ *
  * A group of an encoded session may begin with plain pages (sink), go on with encoded ones and end with plain ones (window): pieces of
  * equal format are folded in order. */
 #include "device/cpu/attend_job.h"
@@ -15,6 +18,7 @@
 #include "base/array.h"
 
 #define MACS_PER_NS 16u                /* of one thread, for estimates */
+#define TILES_EACH 4u                  /* for each thread at least, where tiles are the items */
 
 _Static_assert(GROUP_PAGES * HSRI_PAGE_UNITS <= HSRI_UNITS_MAX, "a dense group fits a call");
 _Static_assert(HSRI_UNITS_SCRATCH <= HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH, "kernels of encoded pages have their scratch");
@@ -266,6 +270,74 @@ static void list_group(const attend_job *job, uint32_t row, uint32_t kv_head, ui
         hsri_cpu_attend_units(job, hsri_cpu_seq_of(job, row), kv_head, chosen, n, set, scratch);
 }
 
+/* ---- merging ---- */
+
+typedef struct merge_job {
+    const hsri_cpu_device *dev;
+    const float *part;
+    float       *acc, *out;
+    uint32_t     head_dim, n_groups;
+    int          first;
+} merge_job;
+
+/* A state's output. A row that saw nothing has l = 0, and its NaN shows in the logits: it must not pass for a result. */
+static void finish_state(const float *restrict state, uint32_t d, float *restrict out)
+{
+    float inverse = 1.0f / state[1];
+
+    for (uint32_t j = 0; j < d; j++)
+        out[j] = state[2 + j] * inverse;
+}
+
+/* The state after the groups of one (row, head). Nobody wants it: it is made in the scratch, if there is anything to be folded. */
+static const float *fold(const merge_job *job, uint64_t i, float *scratch)
+{
+    uint64_t     n = 2ull + job->head_dim;
+    float       *acc = job->acc ? job->acc + i * n : scratch;
+    const float *part = job->part + i * job->n_groups * n;
+
+    if (job->first && job->n_groups == 1 && !job->acc)
+        return part;
+    if (job->first)
+        memcpy(acc, part, n * sizeof *acc);
+    for (uint32_t g = job->first ? 1 : 0; g < job->n_groups; g++)
+        job->dev->kernels.merge(acc, part + g * n, job->head_dim);
+    return acc;
+}
+
+/* An item is one (row, head). */
+static void merge_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const merge_job *job = arg;
+
+    for (uint64_t i = first; i < end; i++) {
+        const float *state = fold(job, i, hsri_cpu_scratch(job->dev, worker));
+
+        if (job->out)
+            finish_state(state, job->head_dim, job->out + i * job->head_dim);
+    }
+}
+
+static void merge_all(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups,
+                      const hsri_fold *fold)
+{
+    hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
+    uint64_t         n = (uint64_t)n_rows * n_heads;
+    merge_job        job = { dev, hsri_cpu_floats(dev, part, n * n_groups * (2 + head_dim)),
+                             hsri_cpu_floats(dev, fold->acc, n * (2 + head_dim)), hsri_cpu_floats(dev, fold->out, n * head_dim), head_dim,
+                             n_groups, fold->first };
+
+    assert(n_groups > 0 && (fold->acc.buf || (fold->first && fold->out.buf)));
+    hsri_cpu_run_items(dev, n, n * head_dim * (n_groups + 1) / 4, merge_run, &job);
+}
+
+static void cpu_merge(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups,
+                      const hsri_fold *fold)
+{
+    HSRI_CPU_TIMED(q, attend);
+    merge_all(q, n_rows, n_heads, head_dim, part, n_groups, fold);
+}
+
 /* ---- tiles ---- */
 
 void hsri_cpu_fill_queries(const attend_job *job, uint32_t row, uint32_t row_end, uint32_t head, uint32_t head_end, query_set *set)
@@ -291,7 +363,22 @@ static void fill_set(const attend_job *job, uint32_t row, uint32_t row_end, uint
     hsri_cpu_fill_queries(job, row, row_end, head, head_end, set);
     for (uint32_t r = row; r < row_end; r++)
         for (uint32_t h = head; h < head_end; h++, n++)
-            set->partials[n] = hsri_cpu_partial_at(job, r, h, g);
+            set->partials[n] = job->folds ? hsri_cpu_state_at(job, r, h) : hsri_cpu_partial_at(job, r, h, g);
+}
+
+/* The first group of all is the state. */
+static void fold_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *states, float *scratch)
+{
+    query_set set;
+
+    if (job->first && g == job->g0) {
+        job->group(job, row, kv_head, g, states, scratch);
+        return;
+    }
+    set = hsri_cpu_with_partials(states, hsri_cpu_fold_scratch(scratch), job->kv->head_dim);
+    job->group(job, row, kv_head, g, &set, scratch);
+    for (uint32_t i = 0; i < set.n; i++)
+        job->dev->kernels.merge(states->partials[i], set.partials[i], job->kv->head_dim);
 }
 
 static void attend_tile(const attend_job *job, uint32_t tile, uint32_t kv_head, uint32_t g, float *scratch)
@@ -304,7 +391,7 @@ static void attend_tile(const attend_job *job, uint32_t tile, uint32_t kv_head, 
         row_end = job->run_end(job, row, tile_end);
         for (uint32_t h = head0; h < head1; h += HSRI_ATTEND_MAX_QUERIES) {
             fill_set(job, row, row_end, h, (uint32_t)hsri_min(h + HSRI_ATTEND_MAX_QUERIES, head1), g, &set);
-            job->group(job, row, kv_head, g, &set, scratch);
+            (job->folds ? fold_group : job->group)(job, row, kv_head, g, &set, scratch);
         }
     }
 }
@@ -319,6 +406,27 @@ static void attend_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
         attend_tile(job, (uint32_t)(i % job->n_tiles), (uint32_t)(pair % job->kv->n_kv_heads),
                     job->g0 + (uint32_t)(pair / job->kv->n_kv_heads), hsri_cpu_scratch(job->dev, worker));
     }
+}
+
+static void finish_tile(const attend_job *job, uint32_t tile, uint32_t kv_head)
+{
+    uint32_t row = tile * job->tile_rows, end = (uint32_t)hsri_min((uint64_t)row + job->tile_rows, job->n_rows), d = job->kv->head_dim;
+
+    for (; row < end; row++)
+        for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++)
+            finish_state(hsri_cpu_state_at(job, row, h), d, job->out + ((uint64_t)row * job->n_heads + h) * d);
+}
+
+/* The tiles of a thread share what they read of a group. */
+static void fold_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    const attend_job *job = arg;
+
+    for (uint32_t g = job->g0; g < job->g0 + job->n_groups; g++)
+        for (uint64_t i = first; i < end; i++)
+            attend_tile(job, (uint32_t)(i % job->n_tiles), (uint32_t)(i / job->n_tiles), g, hsri_cpu_scratch(job->dev, worker));
+    for (uint64_t i = first; job->out && i < end; i++)
+        finish_tile(job, (uint32_t)(i % job->n_tiles), (uint32_t)(i / job->n_tiles));
 }
 
 attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer,
@@ -340,7 +448,7 @@ attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *bat
  * attend. */
 static void run_job(hsri_cpu_device *dev, attend_job *job, uint32_t n_runs, bool by_pages, uint64_t pairs)
 {
-    uint64_t cost = pairs * job->n_heads * job->kv->head_dim * 2 / MACS_PER_NS;
+    uint64_t cost = pairs * job->n_heads * job->kv->head_dim * 2 / MACS_PER_NS, tiles;
 
     if (job->n_rows == 0)
         return;
@@ -348,11 +456,36 @@ static void run_job(hsri_cpu_device *dev, attend_job *job, uint32_t n_runs, bool
     while (by_pages && HSRI_PAGE_TOKENS % job->tile_rows != 0)
         job->tile_rows--;
     job->n_tiles = (uint32_t)hsri_div_up(job->n_rows, job->tile_rows);
-    hsri_cpu_run_items(dev, (uint64_t)job->n_groups * job->kv->n_kv_heads * job->n_tiles, cost, attend_run, job);
+    tiles = (uint64_t)job->n_tiles * job->kv->n_kv_heads;
+    job->folds = job->states && job->tile_rows > 1 && tiles >= (uint64_t)hsri_threads_count(dev->threads) * TILES_EACH;
+    if (job->folds)
+        hsri_cpu_run_items(dev, tiles, cost, fold_run, job);
+    else
+        hsri_cpu_run_items(dev, tiles * job->n_groups, cost, attend_run, job);
+}
+
+/* States that nobody wants are kept where there is room for partials. */
+static void set_fold(attend_job *job, const hsri_fold *fold)
+{
+    uint64_t n = (uint64_t)job->n_rows * job->n_heads;
+    float   *acc;
+
+    if (!fold)
+        return;
+    acc = hsri_cpu_floats(job->dev, fold->acc, n * (2 + job->kv->head_dim));
+    job->states = acc ? acc : job->part;
+    job->out = hsri_cpu_floats(job->dev, fold->out, n * job->kv->head_dim);
+    job->first = fold->first;
+}
+
+static void merge_rest(hsri_queue *q, const attend_job *job, hsri_ref part, const hsri_fold *fold)
+{
+    if (fold && !job->folds)
+        merge_all(q, job->n_rows, job->n_heads, job->kv->head_dim, part, job->n_groups, fold);
 }
 
 static void cpu_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
-                       hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part)
+                       hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part, const hsri_fold *fold)
 {
     HSRI_CPU_TIMED(q, attend);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
@@ -365,13 +498,16 @@ static void cpu_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
             pairs += visible_tokens(job.rows[row].pos, (uint64_t)g * HSRI_GROUP_TOKENS, HSRI_GROUP_TOKENS);
     for (uint32_t i = 0; i < batch->n_seqs; i++)
         encoded = encoded || !hsri_kv_is_plain(job.seqs[i].format);
+    set_fold(&job, fold);
     job.run_end = dense_run_end;
     job.group = dense_group;
     run_job(dev, &job, batch->n_seqs, encoded, pairs);
+    merge_rest(q, &job, part, fold);
 }
 
 static void cpu_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
-                             hsri_ref queries, hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part)
+                             hsri_ref queries, hsri_ref rotated, uint32_t n_fixed, int runs, hsri_ref part,
+                             const hsri_fold *fold)
 {
     HSRI_CPU_TIMED(q, attend);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
@@ -383,84 +519,31 @@ static void cpu_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsri_
 
         pairs += hsri_min(job.rows[row].pos + 1ull, ((uint64_t)seq->sink_pages + seq->window_pages) * HSRI_PAGE_TOKENS);
     }
+    set_fold(&job, fold);
     job.prompt_runs = runs;
     job.run_end = page_run_end;
     job.group = fixed_group;
     run_job(dev, &job, batch->n_seqs, true, pairs);
+    merge_rest(q, &job, part, fold);
 }
 
 static void cpu_attend_list(hsri_queue *q, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads, float scale,
                             hsri_ref queries, hsri_ref rotated, hsri_ref pick_of, const hsri_lists *lists, uint32_t g0, uint32_t g1,
-                            hsri_ref part)
+                            hsri_ref part, const hsri_fold *fold)
 {
     HSRI_CPU_TIMED(q, attend);
     hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
     attend_job       job = hsri_cpu_attend_job(dev, batch, kv, layer, n_heads, scale, queries, rotated, g0, g1, part);
 
+    set_fold(&job, fold);
     job.lists = hsri_cpu_lists_of(dev, kv, batch->n_rows, pick_of, lists);
-    if (lists->group_units > HSRI_LIST_GROUP_UNITS) {
-        hsri_cpu_attend_runs(dev, &job, lists->n_picks);
-        return;
-    }
     job.run_end = pick_run_end;
     job.group = list_group;
-    run_job(dev, &job, lists->n_picks, true, (uint64_t)batch->n_rows * (g1 - g0) * HSRI_LIST_GROUP_UNITS * HSRI_UNIT_TOKENS);
-}
-
-/* ---- merging ---- */
-
-typedef struct merge_job {
-    const hsri_cpu_device *dev;
-    const float *part;
-    float       *acc, *out;
-    uint32_t     head_dim, n_groups;
-    int          first;
-} merge_job;
-
-/* The state after the groups of one (row, head). Nobody wants it: it is made in the scratch, if there is anything to be folded. */
-static const float *fold(const merge_job *job, uint64_t i, float *scratch)
-{
-    uint64_t     n = 2ull + job->head_dim;
-    float       *acc = job->acc ? job->acc + i * n : scratch;
-    const float *part = job->part + i * job->n_groups * n;
-
-    if (job->first && job->n_groups == 1 && !job->acc)
-        return part;
-    if (job->first)
-        memcpy(acc, part, n * sizeof *acc);
-    for (uint32_t g = job->first ? 1 : 0; g < job->n_groups; g++)
-        job->dev->kernels.merge(acc, part + g * n, job->head_dim);
-    return acc;
-}
-
-/* An item is one (row, head). A row that saw nothing has l = 0, and its NaN shows in the logits: it must not pass for a result. */
-static void merge_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
-{
-    const merge_job *job = arg;
-    uint32_t         d = job->head_dim;
-
-    for (uint64_t i = first; i < end; i++) {
-        const float *restrict state = fold(job, i, hsri_cpu_scratch(job->dev, worker));
-        float *restrict out = job->out + (job->out ? i * d : 0);
-        float        inverse = 1.0f / state[1];
-
-        for (uint32_t j = 0; job->out && j < d; j++)
-            out[j] = state[2 + j] * inverse;
-    }
-}
-
-static void cpu_merge(hsri_queue *q, uint32_t n_rows, uint32_t n_heads, uint32_t head_dim, hsri_ref part, uint32_t n_groups, int first,
-                      hsri_ref acc, hsri_ref out)
-{
-    HSRI_CPU_TIMED(q, attend);
-    hsri_cpu_device *dev = (hsri_cpu_device *)q->dev;
-    uint64_t         n = (uint64_t)n_rows * n_heads;
-    merge_job        job = { dev, hsri_cpu_floats(dev, part, n * n_groups * (2 + head_dim)),
-                             hsri_cpu_floats(dev, acc, n * (2 + head_dim)), hsri_cpu_floats(dev, out, n * head_dim), head_dim, n_groups,
-                             first };
-
-    assert(n_groups > 0 && (acc.buf || (first && out.buf)));
-    hsri_cpu_run_items(dev, n, n * head_dim * (n_groups + 1) / 4, merge_run, &job);
+    if (lists->group_units > HSRI_LIST_GROUP_UNITS)
+        hsri_cpu_attend_runs(dev, &job, lists->n_picks);
+    else
+        run_job(dev, &job, lists->n_picks, true, (uint64_t)batch->n_rows * (g1 - g0) * HSRI_LIST_GROUP_UNITS * HSRI_UNIT_TOKENS);
+    merge_rest(q, &job, part, fold);
 }
 
 void hsri_cpu_attend_fill(hsri_ops *ops)

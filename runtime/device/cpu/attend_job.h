@@ -37,11 +37,13 @@ struct attend_job {
     const hsri_seq     *seqs;
     const hsri_kv_view *kv;
     const float        *queries, *rotated;
-    float              *part;
+    float              *part, *states, *out;   /* states, out: of a fold, as {m, l, o} and o / l */
     uint32_t            n_rows, layer, n_heads, g0, n_groups;
     uint32_t            heads_per_kv, tile_rows, n_tiles;
     float               scale;
     int                 prompt_runs; /* of fixed groups */
+    int                 first;       /* of a fold */
+    bool                folds;       /* partials become states at once, never to be seen in `part` */
     unit_lists          lists;
 };
 
@@ -59,6 +61,9 @@ static inline uint64_t hsri_cpu_gathered_bytes(const attend_job *job, hsri_kv_ty
 
 /* Where a worker's scratch has room for the partials of a call, beside the kernels' own part. */
 static inline float *hsri_cpu_piece_scratch(float *scratch) { return scratch + HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH; }
+
+/* And for those of a group on their way into states. */
+static inline float *hsri_cpu_fold_scratch(float *scratch) { return hsri_cpu_piece_scratch(scratch) + HSRI_CPU_CALL_SCRATCH; }
 
 static inline bool hsri_cpu_reads_plain(const hsri_seq *seq, uint32_t page, uint32_t query_page)
 {
@@ -88,6 +93,11 @@ static inline unit_lists hsri_cpu_lists_of(const hsri_cpu_device *dev, const hsr
 static inline float *hsri_cpu_partial_at(const attend_job *job, uint32_t row, uint32_t head, uint32_t g)
 {
     return job->part + (((uint64_t)row * job->n_heads + head) * job->n_groups + g - job->g0) * (2 + job->kv->head_dim);
+}
+
+static inline float *hsri_cpu_state_at(const attend_job *job, uint32_t row, uint32_t head)
+{
+    return job->states + ((uint64_t)row * job->n_heads + head) * (2 + job->kv->head_dim);
 }
 
 /* Units of list group g, and how many there are. */

@@ -26,9 +26,10 @@ typedef struct hsri_cpu_buffer {
 #define HSRI_CPU_PREPARED_BYTES (8u << 20)
 
 /* Floats of a worker's scratch: the kernels' part; pages put together from units, two of the largest or a group of small ones; partials
- * of a call. Encoding a page takes less. */
+ * of a call, of pieces and of a whole group. Encoding a page takes less. */
 #define HSRI_CPU_GATHER_SCRATCH (2u * (2u * HSRI_PAGE_TOKENS * HSRI_ATTEND_MAX_HEAD_DIM + HSRI_PAGE_HEADER_BYTES / 4u))
-#define HSRI_CPU_SCRATCH (HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH + HSRI_ATTEND_MAX_QUERIES * (HSRI_ATTEND_MAX_HEAD_DIM + 2u))
+#define HSRI_CPU_CALL_SCRATCH (HSRI_ATTEND_MAX_QUERIES * (HSRI_ATTEND_MAX_HEAD_DIM + 2u))
+#define HSRI_CPU_SCRATCH (HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH + 2u * HSRI_CPU_CALL_SCRATCH)
 
 /* Entries never move, so that looking up a live id needs no lock while others are added: chunk c holds
  * HSRI_CPU_FIRST_CHUNK << c entries. */
