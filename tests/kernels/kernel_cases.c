@@ -1004,6 +1004,33 @@ static void test_weights(const hsri_kernels *kernels)
     attention_free(&t);
 }
 
+static void merge_one(const hsri_kernels *kernels, float *acc, float *part, uint32_t d) { kernels->merge(&acc, &part, 1, d); }
+
+/* Many at a time have the bits that each has by itself. */
+static void test_merge_many(const hsri_kernels *kernels)
+{
+    enum { N = 37, D = 40, FLOATS = N * (D + 2) };
+    float *many = floats(FLOATS, VALUES_UNIT), *single = floats(FLOATS, VALUES_UNIT), *part = floats(FLOATS, VALUES_UNIT);
+    float *accs[N], *parts[N];
+    for (uint32_t i = 0; i < N; i++) {
+        accs[i] = many + i * (D + 2);
+        parts[i] = part + i * (D + 2);
+        parts[i][0] *= 30.0f;
+        parts[i][1] = i % 5 == 0 ? 0.0f : parts[i][1];
+        accs[i][1] = i % 7 == 0 ? 0.0f : accs[i][1];
+    }
+    memcpy(single, many, FLOATS * sizeof *many);
+    kernels->merge(accs, parts, N, D);
+    for (uint32_t i = 0; i < N; i++) {
+        merge_one(kernels, single + i * (D + 2), parts[i], D);
+    }
+    test_case("%u at a time", N);
+    check_same("acc", many, single, FLOATS * sizeof *many);
+    guard_free(many);
+    guard_free(single);
+    guard_free(part);
+}
+
 static void test_merge(const hsri_kernels *kernels, const hsri_kernels *reference)
 {
     const limit *l = limit_of("merge");
@@ -1020,8 +1047,8 @@ static void test_merge(const hsri_kernels *kernels, const hsri_kernels *referenc
             part[0] *= 30.0f;
             memcpy(old, acc, n * sizeof *acc);
             memcpy(ref, acc, n * sizeof *acc);
-            reference->merge(ref, part, n - 2);
-            kernels->merge(acc, part, n - 2);
+            merge_one(reference, ref, part, n - 2);
+            merge_one(kernels, acc, part, n - 2);
             double max = fmax(old[0], part[0]);
             /* the difference of the maxima is rounded before its exp is taken */
             double wa = exp((float)(old[0] - max)), wp = exp((float)(part[0] - max));
@@ -1038,19 +1065,19 @@ static void test_merge(const hsri_kernels *kernels, const hsri_kernels *referenc
             memcpy(old, acc, n * sizeof *acc);
             memset(part, 0, n * sizeof *part);
             part[0] = -INFINITY;
-            kernels->merge(acc, part, n - 2);
+            merge_one(kernels, acc, part, n - 2);
             check_same("acc", acc, old, n * sizeof *acc);
             test_case("d=%u empty part into the empty state", n - 2);
             memcpy(ref, part, n * sizeof *part);
-            kernels->merge(part, ref, n - 2);
+            merge_one(kernels, part, ref, n - 2);
             check_same("acc", part, ref, n * sizeof *acc);
             test_case("d=%u into the empty state", n - 2);
             old[n - 1] = 0.0f;
-            kernels->merge(part, old, n - 2);
+            merge_one(kernels, part, old, n - 2);
             check_same("acc", part, old, n * sizeof *acc);
             test_case("d=%u NaN", n - 2);
             old[1] = NAN;
-            kernels->merge(acc, old, n - 2);
+            merge_one(kernels, acc, old, n - 2);
             if (!isnan(acc[1])) {
                 test_fail("NaN became %g", (double)acc[1]);
             }
@@ -1111,6 +1138,7 @@ void test_level(const char *name, const hsri_kernels *kernels, const hsri_kernel
     RUN(test_add(kernels));
     snprintf(kernel, sizeof kernel, "merge");
     RUN(test_merge(kernels, reference));
+    RUN(test_merge_many(kernels));
     snprintf(kernel, sizeof kernel, "sum_exp");
     RUN(test_sum_exp(kernels));
     snprintf(kernel, sizeof kernel, "nonfinite");

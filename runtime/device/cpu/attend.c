@@ -115,8 +115,7 @@ static void dense_group(const attend_job *job, uint32_t row, uint32_t kv_head, u
         }
         later = hsri_cpu_with_partials(set, hsri_cpu_piece_scratch(scratch), d);
         hsri_cpu_attend_pages(job, seq, kv_head, plain, page, n, &later, scratch);
-        for (uint32_t i = 0; i < set->n; i++)
-            job->dev->kernels.merge(set->partials[i], later.partials[i], d);
+        job->dev->kernels.merge(set->partials, later.partials, set->n, d);
     }
 }
 
@@ -274,8 +273,7 @@ static void list_group(const attend_job *job, uint32_t row, uint32_t kv_head, ui
 
 typedef struct merge_job {
     const hsri_cpu_device *dev;
-    const float *part;
-    float       *acc, *out;
+    float       *part, *acc, *out;
     uint32_t     head_dim, n_groups;
     int          first;
 } merge_job;
@@ -294,14 +292,14 @@ static const float *fold(const merge_job *job, uint64_t i, float *scratch)
 {
     uint64_t     n = 2ull + job->head_dim;
     float       *acc = job->acc ? job->acc + i * n : scratch;
-    const float *part = job->part + i * job->n_groups * n;
+    float       *part = job->part + i * job->n_groups * n;
 
     if (job->first && job->n_groups == 1 && !job->acc)
         return part;
     if (job->first)
         memcpy(acc, part, n * sizeof *acc);
     for (uint32_t g = job->first ? 1 : 0; g < job->n_groups; g++)
-        job->dev->kernels.merge(acc, part + g * n, job->head_dim);
+        job->dev->kernels.merge(&acc, &(float *){ part + g * n }, 1, job->head_dim);
     return acc;
 }
 
@@ -377,8 +375,7 @@ static void fold_group(const attend_job *job, uint32_t row, uint32_t kv_head, ui
     }
     set = hsri_cpu_with_partials(states, hsri_cpu_fold_scratch(scratch), job->kv->head_dim);
     job->group(job, row, kv_head, g, &set, scratch);
-    for (uint32_t i = 0; i < set.n; i++)
-        job->dev->kernels.merge(states->partials[i], set.partials[i], job->kv->head_dim);
+    job->dev->kernels.merge(states->partials, set.partials, set.n, job->kv->head_dim);
 }
 
 static void attend_tile(const attend_job *job, uint32_t tile, uint32_t kv_head, uint32_t g, float *scratch)

@@ -110,8 +110,8 @@ static void attend_gathered(const run_group *r)
             hsri_cpu_attend_gathered(r->job, x.type, pages, x.page_bytes, n, x.rotated ? piece.rotated : piece.queries, &piece, r->scratch);
             if (x.rotated)
                 add_mean(r, &piece);
-            for (uint32_t i = 0; i < set.n && at; i++)
-                r->job->dev->kernels.merge(set.partials[i], piece.partials[i], r->job->kv->head_dim);
+            if (at)
+                r->job->dev->kernels.merge(set.partials, piece.partials, set.n, r->job->kv->head_dim);
         }
     }
 }

@@ -66,8 +66,8 @@ typedef struct hsri_kernels {
     /* write k[d] and v[d] as token t of a page slot */
     void (*page_put[HSRI_N_KV_TYPES])(uint8_t *slot, uint32_t head_dim, uint32_t t, const float *k, const float *v);
     void (*attend[HSRI_N_KV_TYPES])(const hsri_attend_args *a);
-    /* acc = fold(acc, part): { m, l, o[d] } each; an empty part (l = 0) changes nothing, not even bits */
-    void (*merge)(float *acc, const float *part, uint32_t head_dim);
+    /* acc = fold(acc, part), n times: { m, l, o[d] } each; an empty part (l = 0) changes nothing, not even bits */
+    void (*merge)(float *const *acc, float *const *part, uint32_t n, uint32_t head_dim);
     /* sum of exp(x[i] - max), where max is the largest and finite; x may be -infinity */
     double (*sum_exp)(const float *x, uint64_t n, float max);
     /* 1 if any of n floats is NaN or infinite */

@@ -340,7 +340,7 @@ static void attend_bf16(const hsri_attend_args *a)
     }
 }
 
-static void merge(float *acc, const float *part, uint32_t head_dim)
+static void merge_one(float *acc, const float *part, uint32_t head_dim)
 {
     if (part[1] == 0.0f) {
         return;
@@ -351,6 +351,13 @@ static void merge(float *acc, const float *part, uint32_t head_dim)
     acc[0] = max;
     for (uint32_t j = 1; j < head_dim + 2; j++) {
         acc[j] = acc[j] * old_weight + part[j] * new_weight;
+    }
+}
+
+static void merge(float *const *acc, float *const *part, uint32_t n, uint32_t head_dim)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        merge_one(acc[i], part[i], head_dim);
     }
 }
 

@@ -464,13 +464,6 @@ static inline vec vec_exp(vec a)
     return vec_scale2(p, n);
 }
 
-static inline float exp_one(float a)
-{
-    float all[WIDTH];
-    vec_store(all, vec_exp(vec_set(a)));
-    return all[0];
-}
-
 INLINE void add_squares(vec v, dvec *low, dvec *high)
 {
     *low = dvec_fma(dvec_low(v), dvec_low(v), *low);
@@ -729,7 +722,7 @@ INLINE void attend_any(hsri_kv_type type, const hsri_attend_args *a)
 static void attend_f32(const hsri_attend_args *a) { attend_any(HSRI_KV_TYPE_F32, a); }
 static void attend_bf16(const hsri_attend_args *a) { attend_any(HSRI_KV_TYPE_BF16, a); }
 
-static void merge(float *acc, const float *part, uint32_t head_dim)
+INLINE void merge_one(float *acc, const float *part, float old_weight, float new_weight, uint32_t head_dim)
 {
     if (part[1] == 0.0f) {
         return;
@@ -738,14 +731,30 @@ static void merge(float *acc, const float *part, uint32_t head_dim)
         memcpy(acc, part, (head_dim + 2) * sizeof *acc);
         return;
     }
-    float max = part[0] > acc[0] ? part[0] : acc[0];
-    vec old_weight = vec_set(exp_one(acc[0] - max));
-    vec new_weight = vec_set(exp_one(part[0] - max));
-    acc[0] = max;
+    acc[0] = part[0] > acc[0] ? part[0] : acc[0];
     for (uint32_t j = 1; j < head_dim + 2; j += WIDTH) {
         uint32_t n = head_dim + 2 - j;
-        vec v = vec_fma(vec_load_n(part + j, n), new_weight, vec_mul(vec_load_n(acc + j, n), old_weight));
+        vec v = vec_fma(vec_load_n(part + j, n), vec_set(new_weight), vec_mul(vec_load_n(acc + j, n), vec_set(old_weight)));
         vec_store_n(acc + j, v, n);
+    }
+}
+
+/* The exponentials of as many folds as a register holds are taken together. */
+static void merge(float *const *acc, float *const *part, uint32_t n, uint32_t head_dim)
+{
+    for (uint32_t first = 0; first < n; first += WIDTH) {
+        uint32_t end = (uint32_t)hsri_min(first + WIDTH, n);
+        float old_weights[WIDTH] = { 0 }, new_weights[WIDTH] = { 0 };
+        for (uint32_t i = first; i < end; i++) {
+            float max = part[i][0] > acc[i][0] ? part[i][0] : acc[i][0];
+            old_weights[i - first] = acc[i][0] - max;
+            new_weights[i - first] = part[i][0] - max;
+        }
+        vec_store(old_weights, vec_exp(vec_load(old_weights)));
+        vec_store(new_weights, vec_exp(vec_load(new_weights)));
+        for (uint32_t i = first; i < end; i++) {
+            merge_one(acc[i], part[i], old_weights[i - first], new_weights[i - first], head_dim);
+        }
     }
 }
 
