@@ -6,7 +6,7 @@
  * heads of the kv head go together. Kernels give a query the same bits in any company, so how rows fall into calls does not show.
  *
  * Partials that nobody wants to see stay in a core's cache, if there are so many tiles that they keep all threads busy by themselves: then
- * tiles are the items, which take group after group, and fold what a group gives into the states of their rows.
+ * blocks of tiles are the items. They take group after group, and fold what a group gives into the states of their rows.
  *
  * A group of an encoded session may begin with plain pages (sink), go on with encoded ones and end with plain ones (window): pieces of
  * equal format are folded in order. */
@@ -18,7 +18,11 @@
 #include "base/array.h"
 
 #define MACS_PER_NS 16u                /* of one thread, for estimates */
-#define TILES_EACH 4u                  /* for each thread at least, where tiles are the items */
+/* Blocks of tiles: for each thread at least so many tiles; most bytes of states, for a core's second cache to hold beside a group's pages;
+ * and how many tiles take as long as reading these pages from a slower one. */
+#define TILES_EACH 4u
+#define STATES_BYTES (512u << 10)
+#define READING_TILES 2u
 
 _Static_assert(GROUP_PAGES * HSRI_PAGE_UNITS <= HSRI_UNITS_MAX, "a dense group fits a call");
 _Static_assert(HSRI_UNITS_SCRATCH <= HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH, "kernels of encoded pages have their scratch");
@@ -414,16 +418,44 @@ static void finish_tile(const attend_job *job, uint32_t tile, uint32_t kv_head)
             finish_state(hsri_cpu_state_at(job, row, h), d, job->out + ((uint64_t)row * job->n_heads + h) * d);
 }
 
-/* The tiles of a thread share what they read of a group. */
+static void fold_block(const attend_job *job, uint32_t block, uint32_t kv_head, float *scratch)
+{
+    uint32_t first = (uint32_t)((uint64_t)job->n_tiles * block / job->n_blocks);
+    uint32_t end = (uint32_t)((uint64_t)job->n_tiles * (block + 1) / job->n_blocks);
+
+    for (uint32_t g = job->g0; g < job->g0 + job->n_groups; g++)
+        for (uint32_t tile = first; tile < end; tile++)
+            attend_tile(job, tile, kv_head, g, scratch);
+    for (uint32_t tile = first; job->out && tile < end; tile++)
+        finish_tile(job, tile, kv_head);
+}
+
 static void fold_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
     const attend_job *job = arg;
 
-    for (uint32_t g = job->g0; g < job->g0 + job->n_groups; g++)
-        for (uint64_t i = first; i < end; i++)
-            attend_tile(job, (uint32_t)(i % job->n_tiles), (uint32_t)(i / job->n_tiles), g, hsri_cpu_scratch(job->dev, worker));
-    for (uint64_t i = first; job->out && i < end; i++)
-        finish_tile(job, (uint32_t)(i % job->n_tiles), (uint32_t)(i / job->n_tiles));
+    for (uint64_t i = first; i < end; i++)
+        fold_block(job, (uint32_t)(i % job->n_blocks), (uint32_t)(i / job->n_blocks), hsri_cpu_scratch(job->dev, worker));
+}
+
+/* How many blocks of a kv head give the busiest thread the least to do; 0: there are too few tiles. Each block reads all pages. */
+static uint32_t fold_blocks(const attend_job *job, uint32_t n_threads)
+{
+    uint64_t bytes = (uint64_t)job->n_rows * job->heads_per_kv * (2 + job->kv->head_dim) * sizeof(float), least = UINT64_MAX;
+    uint32_t best = 0;
+
+    if (!job->states || job->tile_rows == 1 || (uint64_t)job->n_tiles * job->kv->n_kv_heads < (uint64_t)n_threads * TILES_EACH)
+        return 0;
+    for (uint32_t n = (uint32_t)hsri_div_up(bytes, STATES_BYTES); n <= job->n_tiles; n++) {
+        uint64_t each = hsri_div_up((uint64_t)n * job->kv->n_kv_heads, n_threads);
+        uint64_t busiest = each * (hsri_div_up(job->n_tiles, n) + READING_TILES);
+
+        if (busiest < least) {
+            least = busiest;
+            best = n;
+        }
+    }
+    return best;
 }
 
 attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer,
@@ -445,7 +477,7 @@ attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *bat
  * attend. */
 static void run_job(hsri_cpu_device *dev, attend_job *job, uint32_t n_runs, bool by_pages, uint64_t pairs)
 {
-    uint64_t cost = pairs * job->n_heads * job->kv->head_dim * 2 / MACS_PER_NS, tiles;
+    uint64_t cost = pairs * job->n_heads * job->kv->head_dim * 2 / MACS_PER_NS;
 
     if (job->n_rows == 0)
         return;
@@ -453,12 +485,12 @@ static void run_job(hsri_cpu_device *dev, attend_job *job, uint32_t n_runs, bool
     while (by_pages && HSRI_PAGE_TOKENS % job->tile_rows != 0)
         job->tile_rows--;
     job->n_tiles = (uint32_t)hsri_div_up(job->n_rows, job->tile_rows);
-    tiles = (uint64_t)job->n_tiles * job->kv->n_kv_heads;
-    job->folds = job->states && job->tile_rows > 1 && tiles >= (uint64_t)hsri_threads_count(dev->threads) * TILES_EACH;
+    job->n_blocks = fold_blocks(job, (uint32_t)hsri_threads_count(dev->threads));
+    job->folds = job->n_blocks > 0;
     if (job->folds)
-        hsri_cpu_run_items(dev, tiles, cost, fold_run, job);
+        hsri_cpu_run_items(dev, (uint64_t)job->n_blocks * job->kv->n_kv_heads, cost, fold_run, job);
     else
-        hsri_cpu_run_items(dev, tiles * job->n_groups, cost, attend_run, job);
+        hsri_cpu_run_items(dev, (uint64_t)job->n_tiles * job->kv->n_kv_heads * job->n_groups, cost, attend_run, job);
 }
 
 /* States that nobody wants are kept where there is room for partials. */

@@ -39,7 +39,7 @@ struct attend_job {
     const float        *queries, *rotated;
     float              *part, *states, *out;   /* states, out: of a fold, as {m, l, o} and o / l */
     uint32_t            n_rows, layer, n_heads, g0, n_groups;
-    uint32_t            heads_per_kv, tile_rows, n_tiles;
+    uint32_t            heads_per_kv, tile_rows, n_tiles, n_blocks;
     float               scale;
     int                 prompt_runs; /* of fixed groups */
     int                 first;       /* of a fold */
