@@ -37,8 +37,8 @@ def cached_session(
     options   of `Model.session`, with a context
     exactly   the context was asked for; otherwise it may be longer, up to what the model was trained for, to hold what the file has
 
-    A file that is damaged, or of another model, calibration, profile or key-value format is warned of and replaced. InvalidError for one that is no
-    saved session: that is left as it is; FileMissingError if its folder is not there.
+    A file that is damaged, or of another model, calibration, profile or key-value format is warned of and replaced. InvalidError for one
+    that is no saved session: that is left as it is; FileMissingError if its folder is not there.
     """
     session = _restore(model, path, options, exactly, progress) if _exists(path) else None
     if session is not None:

@@ -647,7 +647,7 @@ static void check_merge_forgets(rig *r, const cache *c, uint32_t n, hsri_ref par
     check_same(r, kept, forgotten, bytes);
 }
 
-/* Groups folded in two calls, the partials of each call computed for it, give the bits of one call; and so where they are folded at once. */
+/* Groups folded in two calls, the partials of each call computed for it, give the bits of one call; also folded at once. */
 static void check_merge_order(rig *r, const cache *c, const step *s, float scale, const float *once)
 {
     uint32_t n = s->batch.n_rows;

@@ -672,8 +672,8 @@ typedef struct hsr_restore_opts {
     int32_t (*progress)(void *user, uint64_t done, uint64_t total); /* NULL, or called in between, on this thread and without locks,
                                 with bytes done and bytes to do; nonzero ends the call with HSR_E_CANCELLED, and no session is left */
     void    *progress_user;  /* its first argument */
-    const hsr_session_opts *like; /* NULL, or: refuse (HSR_E_INVALID) what a session created with these options and given the same tokens would
-                                not be: another format, window, sink, index, or tokens computed with another profile. Its context,
+    const hsr_session_opts *like; /* NULL, or: refuse (HSR_E_INVALID) what a session created with these options and given the same tokens
+                                would not be: another format, window, sink, index, or tokens computed with another profile. Its context,
                                 rollback_tokens and user do not matter */
 } hsr_restore_opts;
 
