@@ -38,8 +38,8 @@
 
 /* ---- a call ---- */
 
-/* Queries go in tiles of `rows`; the last tile may overlap the one before, with the same results. What is kept of a query is kept by its
- * place: places are the rows of all tiles. */
+/* Queries go in tiles of `rows`: one tile, or an even number; the last tile may overlap the one before, with the same results. What is kept
+ * of a query is kept by its place: places are the rows of all tiles. */
 typedef struct work {
     const hsri_attend_args *a;
     uint32_t d, rows, n_tiles;
@@ -64,7 +64,7 @@ static void *take(float **at, uint64_t n_floats)
 
 INLINE work work_of(const hsri_attend_args *a, uint32_t d)
 {
-    uint32_t n_tiles = (uint32_t)hsri_div_up(a->n_queries, TILE_ROWS);
+    uint32_t n_tiles = a->n_queries <= TILE_ROWS ? 1 : 2 * (uint32_t)hsri_div_up(a->n_queries, 2 * TILE_ROWS);
     work w = { .a = a, .d = d, .rows = (uint32_t)hsri_div_up(a->n_queries, n_tiles), .n_tiles = n_tiles,
                .slope = a->scale * 0x1.715476p+0f * WEIGHT_STEPS };
     float *at = (float *)hsri_round_up((uintptr_t)a->scratch, 64);
@@ -94,7 +94,7 @@ INLINE float *output_at(const work *w, uint32_t tile, uint32_t strip)
 }
 
 /* Queries as bf16, with zeros behind the last component. */
-static void round_queries(const work *w)
+INLINE void round_queries(const work *w)
 {
     uint16_t *out = w->queries;
     for (uint32_t i = 0; i < w->a->n_queries; i++, out += QUERY_STRIDE(w->d)) {
@@ -245,14 +245,14 @@ INLINE void weigh_row(const work *w, const weigher *x, bool first, uint32_t plac
 
 /* A step takes one or two tiles of queries through a block of tokens. */
 typedef struct step {
-    uint32_t n, tile, n_tiles, t, n_runs;   /* n_runs 0: there is no such step */
+    uint32_t n, tile, t, n_runs;   /* n_runs 0: there is no such step */
     float *scores;
 } step;
 
 INLINE step step_at(const work *w, uint32_t n, uint32_t tile, uint32_t t)
 {
     uint32_t n_runs = w->most > t ? (uint32_t)hsri_min(hsri_div_up(w->most - t, HSRI_RUN), BLOCK_RUNS) : 0;
-    return (step) { n, tile, w->n_tiles - tile >= 2 ? 2 : 1, t, n_runs, w->scores[n % 2] };
+    return (step) { n, tile, t, n_runs, w->scores[n % 2] };
 }
 
 /* All blocks for the first tiles, then for the others: outputs of all tiles would not fit the first-level cache. */
@@ -262,7 +262,7 @@ INLINE step next_step(const work *w, const step *s)
     return last ? step_at(w, s->n + 1, s->tile + 2, 0) : step_at(w, s->n + 1, s->tile, s->t + BLOCK_TOKENS);
 }
 
-/* Where the sums of tiles 0 to 3 come from or go to; none: NULL. */
+/* Where the sums of tiles 0 to 3 come from or go to, 2 and 3 only where two tiles go together; nowhere: stride 0. */
 typedef struct sums_place {
     float *at[4];
     size_t stride;
@@ -303,7 +303,7 @@ typedef enum beginning { GO_ON, FROM_ZERO, FROM_MEMORY } beginning;
 
 #define STORE_SUM(i, f) \
     do { \
-        if ((f)->sums.at[i] != NULL) { \
+        if ((f)->sums.stride != 0) { \
             TILE_STORE(i, (f)->sums.at[i], (f)->sums.stride); \
         } \
     } while (0)
@@ -320,7 +320,8 @@ typedef enum beginning { GO_ON, FROM_ZERO, FROM_MEMORY } beginning;
         } \
     } while (0)
 
-/* n_tiles x 2 tiles of sums += a run: each tile that is loaded is used twice. Keys and values are loaded as what is not used again soon. */
+/* n_tiles x 2 tiles of sums += a run: each tile that is loaded is used twice, keys and values in two products in a row. Those are
+ * loaded as what is not used again soon. */
 INLINE void multiply(const work *w, flow *f, uint32_t n_tiles, const input_tiles *inputs, weight_tile w0, weight_tile w1, beginning begin,
                      const sums_place *from)
 {
@@ -328,32 +329,33 @@ INLINE void multiply(const work *w, flow *f, uint32_t n_tiles, const input_tiles
     TILE_LOAD(4, inputs->at[0], inputs->stride);
     BEGIN_SUM(0, begin, from, f);
     TILE_MULTIPLY(0, 4, 6);
-    TILE_LOAD_ONCE(7, w1.at, w1.stride);
-    BEGIN_SUM(1, begin, from, f);
-    TILE_MULTIPLY(1, 4, 7);
-    if (w->d <= 64) {
-        weigh_rows(w, f, f->rows_each);
-    }
     if (n_tiles == 2) {
         TILE_LOAD(5, inputs->at[1], inputs->stride);
         BEGIN_SUM(2, begin, from, f);
         TILE_MULTIPLY(2, 5, 6);
+    }
+    if (w->d <= 64) {
+        weigh_rows(w, f, f->rows_each);
+    }
+    TILE_LOAD_ONCE(7, w1.at, w1.stride);
+    BEGIN_SUM(1, begin, from, f);
+    TILE_MULTIPLY(1, 4, 7);
+    if (n_tiles == 2) {
         BEGIN_SUM(3, begin, from, f);
         TILE_MULTIPLY(3, 5, 7);
-    } else if (begin != GO_ON) {
-        STORE_SUM(2, f);
-        STORE_SUM(3, f);
     }
     weigh_rows(w, f, f->rows_each);
 }
 
-static void store_sums(flow *f)
+INLINE void store_sums(flow *f, uint32_t n_tiles)
 {
     STORE_SUM(0, f);
     STORE_SUM(1, f);
-    STORE_SUM(2, f);
-    STORE_SUM(3, f);
-    f->sums = (sums_place) { { NULL, NULL, NULL, NULL }, 0 };
+    if (n_tiles == 2) {
+        STORE_SUM(2, f);
+        STORE_SUM(3, f);
+    }
+    f->sums.stride = 0;
 }
 
 /* ---- scores ---- */
@@ -384,10 +386,10 @@ INLINE weight_tile keys_at(const page_keys *k, uint32_t j, uint32_t token)
 }
 
 /* Unscaled scores of a step. Those behind the last token are garbage. */
-INLINE void score_step(const work *w, const step *s, flow *f)
+INLINE void score_step(const work *w, const step *s, flow *f, uint32_t n_tiles)
 {
     const size_t stride = QUERY_STRIDE(w->d);
-    const uint16_t *q0 = w->queries + query0(w, s->tile) * stride, *q1 = w->queries + query0(w, s->tile + s->n_tiles - 1) * stride;
+    const uint16_t *q0 = w->queries + query0(w, s->tile) * stride, *q1 = w->queries + query0(w, s->tile + n_tiles - 1) * stride;
     page_keys keys;
     for (uint32_t i = 0; i < s->n_runs; i++) {
         uint32_t t = s->t + i * HSRI_RUN, token = t % HSRI_PAGE_TOKENS;
@@ -397,11 +399,10 @@ INLINE void score_step(const work *w, const step *s, flow *f)
         UNROLL
         for (uint32_t j = 0; j < w->d; j += HSRI_RUN) {
             input_tiles q = { { q0 + j, q1 + j }, stride * sizeof *q0 };
-            multiply(w, f, s->n_tiles, &q, keys_at(&keys, j, token), keys_at(&keys, j, token + 16), j == 0 ? FROM_ZERO : GO_ON, NULL);
+            multiply(w, f, n_tiles, &q, keys_at(&keys, j, token), keys_at(&keys, j, token + 16), j == 0 ? FROM_ZERO : GO_ON, NULL);
         }
         float *s0 = s->scores + i * HSRI_RUN, *s1 = s0 + w->rows * BLOCK_TOKENS;
-        bool both = s->n_tiles == 2;
-        f->sums = (sums_place) { { s0, s0 + 16, both ? s1 : NULL, both ? s1 + 16 : NULL }, BLOCK_TOKENS * sizeof(float) };
+        f->sums = (sums_place) { { s0, s0 + 16, s1, s1 + 16 }, BLOCK_TOKENS * sizeof(float) };
     }
 }
 
@@ -462,25 +463,24 @@ static __attribute__((noinline)) void rescale_tile(const work *w, uint32_t tile)
 }
 
 /* A step's output += weights times values. */
-INLINE void value_step(const work *w, const step *s, flow *f)
+INLINE void value_step(const work *w, const step *s, flow *f, uint32_t n_tiles)
 {
     _Alignas(64) uint8_t copies[2][TILE_BYTES];
-    for (uint32_t i = 0; i < s->n_tiles && s->n_runs > 0; i++) {
+    for (uint32_t i = 0; i < n_tiles && s->n_runs > 0; i++) {
         if (w->raised[s->tile + i]) {
-            store_sums(f);
+            store_sums(f, n_tiles);
             rescale_tile(w, s->tile + i);
         }
     }
     for (uint32_t strip = 0; strip < N_STRIPS(w->d) && s->n_runs > 0; strip += 2) {
-        float *o0 = output_at(w, s->tile, strip), *o1 = output_at(w, s->tile + s->n_tiles - 1, strip);
-        bool both = s->n_tiles == 2;
-        sums_place sums = { { o0, o0 + TILE_BYTES / 4, both ? o1 : NULL, both ? o1 + TILE_BYTES / 4 : NULL }, 64 };
+        float *o0 = output_at(w, s->tile, strip), *o1 = output_at(w, s->tile + n_tiles - 1, strip);
+        sums_place sums = { { o0, o0 + TILE_BYTES / 4, o1, o1 + TILE_BYTES / 4 }, 64 };
         for (uint32_t i = 0; i < s->n_runs; i++) {
             uint32_t t = s->t + i * HSRI_RUN;
             const float *weights = s->scores + i * (HSRI_RUN / 2);
             input_tiles inputs = { { weights, weights + w->rows * BLOCK_TOKENS }, BLOCK_TOKENS * sizeof(float) };
             weight_tile v0 = values_at(w, t, 16 * strip, copies[0]), v1 = values_at(w, t, 16 * strip + 16, copies[1]);
-            multiply(w, f, s->n_tiles, &inputs, v0, v1, i == 0 ? FROM_MEMORY : GO_ON, &sums);
+            multiply(w, f, n_tiles, &inputs, v0, v1, i == 0 ? FROM_MEMORY : GO_ON, &sums);
         }
         f->sums = sums;
     }
@@ -488,9 +488,9 @@ INLINE void value_step(const work *w, const step *s, flow *f)
 
 /* ---- calls ---- */
 
-static void finish_place(const work *w, uint32_t place)
+INLINE void finish_place(const work *w, uint32_t tile, uint32_t row)
 {
-    uint32_t tile = place / w->rows, row = place % w->rows;
+    uint32_t place = tile * w->rows + row;
     float *partial = w->a->partials[query0(w, tile) + row], offset = w->offsets[place];
     float sum = _mm512_reduce_add_ps(_mm512_load_ps(w->sums + place * 16));
     partial[0] = offset < INFINITY ? (offset / WEIGHT_STEPS - WEIGHT_TOP) * 0x1.62e430p-1f : -INFINITY;
@@ -503,21 +503,20 @@ static void finish_place(const work *w, uint32_t place)
 }
 
 /* Output of a step, weights of the next, scores of the one behind that, which go where the first step's weights are. */
-INLINE void attend_steps(const work *w, const step *valued, const step *weighed, const step *scored, flow *f)
+INLINE void attend_steps(const work *w, const step *valued, const step *weighed, const step *scored, flow *f, uint32_t n_tiles)
 {
     f->place = weighed->tile * w->rows;
-    f->end = weighed->n_runs > 0 ? f->place + weighed->n_tiles * w->rows : f->place;
+    f->end = weighed->n_runs > 0 ? f->place + n_tiles * w->rows : f->place;
     f->t = weighed->t;
     f->scores = weighed->scores;
-    if (valued->n_runs == 0) {
-        store_sums(f);
-    }
-    value_step(w, valued, f);
-    score_step(w, scored, f);
+    /* the last scores to be weighed are still in their tiles */
+    store_sums(f, n_tiles);
+    value_step(w, valued, f, n_tiles);
+    score_step(w, scored, f, n_tiles);
     weigh_rows(w, f, UINT32_MAX);
 }
 
-INLINE void attend_any(const hsri_attend_args *a, uint32_t d)
+INLINE void attend_any(const hsri_attend_args *a, uint32_t d, uint32_t n_tiles)
 {
     work w = work_of(a, d);
     start_places(&w);
@@ -525,29 +524,40 @@ INLINE void attend_any(const hsri_attend_args *a, uint32_t d)
     const weigher weigher = weigher_of(&w);
     /* of the two products of a step, each is 4 (at most 64 components: 8) chances for each run and 32 components to weigh some rows */
     const uint32_t chances = (uint32_t)(BLOCK_RUNS * N_STRIPS(d) * (d <= 64 ? 2 : 1));
-    flow f = { .weigher = &weigher, .rows_each = (2 * TILE_ROWS + chances - 1) / chances };
+    flow f = { .weigher = &weigher, .rows_each = (n_tiles * TILE_ROWS + chances - 1) / chances };
     step none = { 0 }, valued = none, weighed = none, scored = step_at(&w, 0, 0, 0);
     tiles_configure(INPUT_TILES, w.rows);
     while (scored.n_runs + weighed.n_runs + valued.n_runs > 0) {
-        attend_steps(&w, &valued, &weighed, &scored, &f);
+        attend_steps(&w, &valued, &weighed, &scored, &f, n_tiles);
         valued = weighed;
         weighed = scored;
         scored = next_step(&w, &scored);
     }
-    store_sums(&f);
-    for (uint32_t i = 0; i < w.n_tiles * w.rows; i++) {
-        finish_place(&w, i);
+    store_sums(&f, n_tiles);
+    for (uint32_t tile = 0; tile < w.n_tiles; tile++) {
+        for (uint32_t row = 0; row < w.rows; row++) {
+            finish_place(&w, tile, row);
+        }
     }
     tiles_release();
 }
 
-/* The common head size is compiled in. */
+INLINE void attend_size(const hsri_attend_args *a, uint32_t d)
+{
+    if (a->n_queries <= TILE_ROWS) {
+        attend_any(a, d, 1);
+    } else {
+        attend_any(a, d, 2);
+    }
+}
+
+/* The common head size is compiled in, and how many tiles go together. */
 static void attend_together(const hsri_attend_args *a)
 {
     if (a->head_dim == 64) {
-        attend_any(a, 64);
+        attend_size(a, 64);
     } else {
-        attend_any(a, a->head_dim);
+        attend_size(a, a->head_dim);
     }
 }
 
