@@ -276,6 +276,13 @@ static void rebuild(client *c, user *u)
     free(ids);
 }
 
+/* The last token was about to be computed once more, and was not: it is dropped, in the script as well. */
+static void drop_last(client *c, user *u, uint64_t n_computed)
+{
+    if (went_well(c, &u->script, "truncate", hsr_session_truncate(u->session, n_computed, &c->err), false, false))
+        script_add(&u->script, ACT_TRUNCATE, n_computed, 0, NULL, NULL, 0);
+}
+
 /* Work was cancelled: what is left is what was computed, and what was sampled before. The user may be gone. */
 static void take_cancel(client *c, user *u)
 {
@@ -295,11 +302,8 @@ static void take_cancel(client *c, user *u)
     if (left < n && !went_well(c, &u->script, "truncate", hsr_session_truncate(u->session, left, &c->err), false, false))
         found(c->round, &u->script, "truncate: %s", c->err.message);
     script_cut(&u->script, left, hsri_max(st.n_computed, before));
-    if (st.n_computed >= before)
-        return;
-    /* The last token was about to be computed once more. */
-    if (went_well(c, &u->script, "truncate", hsr_session_truncate(u->session, st.n_computed, &c->err), false, false))
-        script_add(&u->script, ACT_TRUNCATE, st.n_computed, 0, NULL, NULL, 0);
+    if (st.n_computed < before)
+        drop_last(c, u, st.n_computed);
 }
 
 /* The disk failed. All tokens are still there; the session goes on from what was computed, is rebuilt, or ends. */
@@ -328,6 +332,16 @@ static void check_alive(client *c, user *u)
         recover(c, u);
 }
 
+/* A request was refused. If there was no room for a copy of the last page, which a fork shares, the last token is given up already. */
+static void take_refusal(client *c, user *u)
+{
+    const hsr_session_stats st = stats_of(c, u);
+    if (st.status < 0)
+        check_alive(c, u);
+    else if (st.n_computed + 1 == u->script.n_computed && st.n_tokens == u->script.n_tokens)
+        drop_last(c, u, st.n_computed);
+}
+
 /* ---- requests --------------------------------------------------------------------------------------------------- */
 
 static bool start(client *c, user *u)
@@ -342,7 +356,7 @@ static bool start(client *c, user *u)
     script_note(&u->script, "generate up to %llu", (unsigned long long)n);
     u->running = went_well(c, &u->script, "generate", hsr_session_generate(u->session, &r, &c->err), true, false);
     if (!u->running)
-        check_alive(c, u);
+        take_refusal(c, u);
     return u->running;
 }
 

@@ -476,7 +476,8 @@ HSR_API void hsr_request_init(hsr_request *request, uint32_t struct_size);
  *  Events of an earlier request that were not collected are dropped.
  *  A session whose context is full ends with HSR_FINISH_LENGTH at the last position that fits.
  *  @return HSR_OK; HSR_E_INVALID (names the field), HSR_E_STATE (nothing appended yet, or a request is running),
- *          HSR_E_TOKEN, HSR_E_CONTEXT (no room for one token), HSR_E_NOSPACE, HSR_E_NOMEM, HSR_E_BUSY
+ *          HSR_E_TOKEN, HSR_E_CONTEXT (no room for one token), HSR_E_NOSPACE, HSR_E_NOMEM, HSR_E_BUSY. A refusal keeps all tokens; the last
+ *          of them may have to be computed again, which the next request does
  *  @since 0.1  @threads session  @blocks for at most one step  @alloc yes */
 HSR_API hsr_status hsr_session_generate(hsr_session *session, const hsr_request *request, hsr_error *err);
 
