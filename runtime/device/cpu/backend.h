@@ -92,7 +92,7 @@ static inline hsri_cpu_timer hsri_cpu_timer_start(uint64_t *spent) { return (hsr
 static inline void hsri_cpu_timer_end(const hsri_cpu_timer *t) { *t->spent += hsri_now_ns() - t->start; }
 
 #define HSRI_CPU_TIMED(q, what) \
-    __attribute__((cleanup(hsri_cpu_timer_end))) const hsri_cpu_timer timer = \
+    __attribute__((cleanup(hsri_cpu_timer_end), unused)) const hsri_cpu_timer timer = \
         hsri_cpu_timer_start(&((hsri_cpu_device *)(q)->dev)->spent.what)
 
 /* Compute items [first, end) on thread `worker`. */
