@@ -40,8 +40,8 @@ def load(
                   "weights": three numbers, of nearness, attention and recency, "enter": the worth above which pages come back unasked,
                   "leave": the score below which they go so}, each in place of the preset's; enter is 0.7 and leave 0.5
     prefetch      groups of pages read ahead of need; 0: none
-    prefetch_sources   why they are: "groups" (the next to be attended), "rising" (pages that became important), "query" (those that the
-                  next layer is guessed to select, of sparse sessions). None: the first two. Results are the same with any
+    prefetch_sources   why they are: "groups" (the next to be attended), "rising" (pages that left and are worth much), "query" (those
+                  that the next layer is guessed to select, of sparse sessions). None: the first two. Results are the same with any
     threads       threads that compute, 0 to 1024; 0: as many as the machine gives this process
     isa           highest instruction set to use: "auto", "reference", "avx2", "avx512" or "amx"
     kv            key-value format of sessions: "f32", "bf16", "int8", "compact" and "vtq" (which need a calibration), or "auto" (f32 for

@@ -151,7 +151,7 @@ class EngineStats:
     attend_ns: int
     """Of the time of steps (and of `Session.fill`): attention over pages that were chosen, or all."""
     select_ns: int
-    """Choosing them."""
+    """Choosing them, and turning queries into the calibrated basis, which attention over compact and vtq pages needs, too."""
     seal_ns: int
     """Encoding full pages and their index entries."""
     cluster_ns: int

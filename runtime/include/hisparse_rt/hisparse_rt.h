@@ -195,7 +195,9 @@ typedef struct hsr_engine_opts {
                                  * Time in which the process is stopped does not count */
     int32_t     importance;    /* HSR_IMPORTANCE_*: which pages leave memory first */
     float       weight_locality, weight_frequency, weight_recency; /* if any is not 0, these in place of what `importance` stands for */
-    float       enter_above, leave_below; /* thresholds of moves that nobody asked for; defaults 0.7 and 0.5 */
+    float       enter_above, leave_below; /* of moves that nobody asked for: the worth (0 to 1) above which a page that had to leave
+                                * comes back, and the score below which one goes: half its worth, and 0.5 more if it was read lately.
+                                * Defaults 0.7 and 0.5 */
     int32_t     prefetch_depth; /* groups of pages that may be on their way ahead of need; default 4, 0: none */
     int32_t     readable_tiers; /* HSR_READ_*: memory that attention reads in place */
     uint32_t    prefetch_sources; /* HSR_PREFETCH_*: why pages are read ahead; default HSR_PREFETCH_DEFAULT. Results stay the same */
@@ -203,11 +205,10 @@ typedef struct hsr_engine_opts {
 
 /* Why a page is read before attention asks for it. Counted by source: hsr_engine_stats.prefetch, in this order. */
 #define HSR_PREFETCH_GROUPS 1u /* the next groups of the layer, and the first of the next layer */
-#define HSR_PREFETCH_RISING 2u /* its importance has risen above enter_above, and there is room */
+#define HSR_PREFETCH_RISING 2u /* it had to leave, is worth more than enter_above, and there is room */
 #define HSR_PREFETCH_QUERY  4u /* the next layer's query, guessed before this one is done, would select it; of sparse sessions, one token at
                                   a time. Off by default: half of these pages are never used, and no time was measured to be saved */
 #define HSR_PREFETCH_DEFAULT (HSR_PREFETCH_GROUPS | HSR_PREFETCH_RISING)
-#define HSR_N_LATENCIES 32
 #define HSR_N_PREFETCH 4       /* the fourth is not to be chosen: pages that HSR_LATE_ESTIMATE did not wait for */
 
 #define HSR_READ_ALL 0 /* hot and warm, which are one pool */
@@ -256,6 +257,8 @@ typedef struct hsr_prefetch_stats {
     uint64_t wasted;             /* and left memory again, or were dropped, without that */
     uint64_t bytes, wasted_bytes;
 } hsr_prefetch_stats;
+
+#define HSR_N_LATENCIES 32     /* classes of hsr_engine_stats.cold_read_latency */
 
 typedef struct hsr_engine_stats {
     uint32_t struct_size;
@@ -308,7 +311,8 @@ typedef struct hsr_engine_stats {
     hsr_prefetch_stats prefetch[HSR_N_PREFETCH]; /* the cold_prefetch counters by source: GROUPS, RISING, QUERY, what was not waited for */
     /* of the time of steps, and of hsr_session_fill's: what was spent on */
     uint64_t attend_ns;           /* attention over pages that were chosen, or all */
-    uint64_t select_ns;           /* choosing them: scores, selection, lists */
+    uint64_t select_ns;           /* choosing them: scores, selection, lists; and turning queries into the calibrated basis, which
+                                    attention over compact and vtq pages needs, too */
     uint64_t seal_ns;             /* encoding full pages and their index entries */
     uint64_t cluster_ns;          /* cluster records of the index */
     uint64_t cold_largest_free_run; /* MiB of the cold file */
