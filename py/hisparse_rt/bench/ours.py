@@ -11,7 +11,7 @@ from ..errors import HisparseError
 from ..load import load
 from . import turns
 from .peers.protocol import serve
-from .sessions import Clock, bar, decode, opened, plain, warm_up
+from .sessions import Clock, bar, decode, opened, p99, plain, warm_up
 
 
 def probe() -> dict[str, Any]:
@@ -44,7 +44,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
                 "first_step_seconds": done.first,
                 "wait_share": done.waited / sum(done.steps),
                 "attention_share": sum(done.attention) / sum(done.steps), "select_share": sum(done.selecting) / sum(done.steps),
-                "step_seconds_p99": sorted(done.steps)[min(len(done.steps) - 1, round(0.99 * len(done.steps)))],
+                "step_seconds_p99": p99(done.steps),
                 "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "session": plain(stats[0]), "engine": plain(model.stats()),
             },

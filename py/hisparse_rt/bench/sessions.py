@@ -124,6 +124,11 @@ def decode(model: Model, sessions: list[Session], steps: int, options: dict[str,
     return Decoded(first.seconds, seconds, attention, selecting, (stats[-1].cold_wait_ns - stats[0].cold_wait_ns) / 1e9)
 
 
+def p99(seconds: list[float]) -> float:
+    """What one in a hundred reaches."""
+    return sorted(seconds)[min(len(seconds) - 1, round(0.99 * len(seconds)))]
+
+
 def _advance(streams: list[Stream], n_tokens: int) -> None:
     """The engine computes a step for all sessions when the first of them asks; the others find their token ready."""
     while any(len(stream.tokens) < n_tokens for stream in streams):

@@ -6,6 +6,7 @@ import statistics
 from typing import Any
 
 from .report import lines
+from .sessions import p99
 
 Row = dict[str, Any]
 
@@ -33,7 +34,7 @@ def _row(member: dict[str, Any], dtype: str) -> Row:
     return {
         "work": "decode", "depth": member["depth"], "batch": member["batch"], "profile": member["profile"], "dtype": dtype,
         "kv": member["kv"], "ours": 1e3 * member["batch"] / median, "steps": len(seconds), "median_ms": median,
-        "mean_ms": 1e3 * statistics.fmean(seconds), "p99_ms": 1e3 * sorted(seconds)[min(len(seconds) - 1, round(0.99 * len(seconds)))],
+        "mean_ms": 1e3 * statistics.fmean(seconds), "p99_ms": 1e3 * p99(seconds),
         "first_ms": 1e3 * statistics.median(turn["first"] for turn in member["turns"]),
         "attention_ms": attention, "select_ms": selecting, "attention_share": attention / median, "select_share": selecting / median,
         "wait_share": sum(turn["waited"] for turn in member["turns"]) / sum(seconds),

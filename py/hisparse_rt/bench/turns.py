@@ -69,8 +69,8 @@ def _take_turns(model: Model, job: dict[str, Any], members: list[Member]) -> Non
 
 
 def _told(member: Member) -> dict[str, Any]:
-    stats = [session.stats() for session in member.sessions]
+    stats = member.sessions[0].stats()
     return {
-        "depth": member.depth, "batch": member.batch, "profile": member.profile, "turns": member.turns, "kv": stats[0].kv_format,
-        "kv_bytes": sum(one.kv_bytes for one in stats), "session": plain(stats[0]),
+        "depth": member.depth, "batch": member.batch, "profile": member.profile, "turns": member.turns, "kv": stats.kv_format,
+        "session": plain(stats),
     }

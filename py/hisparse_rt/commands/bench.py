@@ -129,8 +129,7 @@ def run(args: argparse.Namespace) -> int:
     facts, stats = setting.facts, setting.stats
     common.say(f"{facts['arch']} {facts['dtype']}, {facts['parameters'] / 1e6:.0f}M parameters; {stats.isa}, {stats.n_threads} threads; "
                f"median of {args.repeats}; load average {facts['load_average'][0]:.1f}")
-    measure = _measure_together if args.together else _measure_apart
-    everything, table = measure(args, setting, pythons)
+    everything, table = _measure_together(args, setting) if args.together else _measure_apart(args, setting, pythons)
     facts["load_average"].append(_load_average())
     _write(args, facts | {"isa": stats.isa, "threads": stats.n_threads} | everything, table)
     return 0
@@ -183,7 +182,7 @@ def _measure_apart(args: argparse.Namespace, setting: _Setting, pythons: dict[st
     }, report.table(found, {peer.name: peer.facts["kv"] for peer in peers})
 
 
-def _measure_together(args: argparse.Namespace, setting: _Setting, pythons: dict[str, str]) -> tuple[dict[str, Any], str]:
+def _measure_together(args: argparse.Namespace, setting: _Setting) -> tuple[dict[str, Any], str]:
     """All depths and profiles in one process. Returns the report and its table."""
     ours, batches = programs.ours(setting.source), [1, *([args.batch] if args.batch else [])]
     for depth in setting.depths:
