@@ -14,7 +14,7 @@ from .session import INDEX_KINDS, KV_FORMATS
 from .sizes import format_size
 
 if TYPE_CHECKING:
-    from .profile import Profile, ProfileLike
+    from .profile import ProfileLike
 
 _SHORT = {lib.HSR_SHORT_MEMORY: "memory", lib.HSR_SHORT_COLD: "cold storage", lib.HSR_SHORT_SESSIONS: "sessions"}
 _DTYPE_NUMBERS = {name: number for number, name in DTYPES.items()}
@@ -95,12 +95,13 @@ def plan(
     history = False
     if not (isinstance(profile, int) and profile == 0):
         from .profile import as_profile
+        from .profile_index import keeps_history, own_index
 
         chosen = as_profile(profile)
         pages = chosen.session_options()
-        history = chosen.mode != "dense" and (chosen.forced_history > 0 or chosen.selector == "history")
+        history = keeps_history(chosen)
         has_calibration = _is_calibrated(os.fsdecode(file_name(source))) if calibrated is None else calibrated
-        session.index_kind = INDEX_KINDS[_index_of(chosen, has_calibration)]
+        session.index_kind = INDEX_KINDS[own_index(chosen, has_calibration)]
     given = {"window_size": window_size, "sink_size": sink_size, "rollback_tokens": rollback_tokens}
     for name, value in (pages | {name: value for name, value in given.items() if value is not None}).items():
         setattr(session, name, integer(name, value, 0, _INT32_MAX))
@@ -124,14 +125,6 @@ def engine_opts(**given: Any) -> Any:
         if name not in known:
             raise TypeError(f"plan() has no option {name!r}")
     return engine_options(**(known | given))
-
-
-def _index_of(profile: Profile, calibrated: bool) -> str:
-    """The index that a session of this profile has by itself."""
-    if profile.mode == "dense":
-        return "none"
-    known = {"sketch": "sketch", "cluster": "cluster", "mean": "minmax", "classic": "minmax", "minmax": "minmax", "gaussian": "gaussian"}
-    return known.get(profile.rule(calibrated), "none")
 
 
 def _is_calibrated(name: str) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What profiles need of a session, and sessions that serve several of them: for measuring."""
+"""What profiles need of a session: by themselves, to plan; and of one that serves several of them, to measure."""
 from __future__ import annotations
 
 import itertools
@@ -9,16 +9,24 @@ from typing import Any
 from .errors import InvalidError
 from .profile import Profile
 
-_INDEX_OF = {"sketch": "sketch", "cluster": "cluster", "minmax": "minmax", "gaussian": "gaussian"}
+_KINDS = ("sketch", "cluster", "minmax", "gaussian")
 _OF_ANY_INDEX = ("mean", "classic")
 
 
-def index_of(profile: Profile, calibrated: bool) -> str:
-    """The index that a profile's selector reads; means are in any of them."""
+def own_index(profile: Profile, calibrated: bool) -> str:
+    """The index that a session of this profile has by itself."""
     if profile.mode == "dense":
         return "none"
     selector = profile.rule(calibrated)
-    return _INDEX_OF.get(selector, "sketch" if calibrated else "minmax" if selector in _OF_ANY_INDEX else "none")
+    return selector if selector in _KINDS else "minmax" if selector in _OF_ANY_INDEX else "none"
+
+
+def index_of(profile: Profile, calibrated: bool) -> str:
+    """The index to measure a profile with. A selector that any index serves, or none,
+    gets sketches where these are possible: then it shares sessions with those that need them."""
+    if profile.mode == "dense" or not calibrated or profile.rule(calibrated) in _KINDS:
+        return own_index(profile, calibrated)
+    return "sketch"
 
 
 def keeps_history(profile: Profile) -> bool:
