@@ -291,32 +291,36 @@ static void finish_state(const float *restrict state, uint32_t d, float *restric
         out[j] = state[2 + j] * inverse;
 }
 
-/* The state after the groups of one (row, head). Nobody wants it: it is made in the scratch, if there is anything to be folded. */
-static const float *fold(const merge_job *job, uint64_t i, float *scratch)
+/* States of items [first, first + n) after all groups. Those that nobody wants are made in the scratch. */
+static void merge_items(const merge_job *job, uint64_t first, uint32_t n, float **states, float *scratch)
 {
-    uint64_t     n = 2ull + job->head_dim;
-    float       *acc = job->acc ? job->acc + i * n : scratch;
-    float       *part = job->part + i * job->n_groups * n;
+    uint64_t width = 2ull + job->head_dim;
+    float   *parts[HSRI_ATTEND_MAX_QUERIES];
 
-    if (job->first && job->n_groups == 1 && !job->acc)
-        return part;
-    if (job->first)
-        memcpy(acc, part, n * sizeof *acc);
-    for (uint32_t g = job->first ? 1 : 0; g < job->n_groups; g++)
-        job->dev->kernels.merge(&acc, &(float *){ part + g * n }, 1, job->head_dim);
-    return acc;
+    for (uint32_t i = 0; i < n; i++)
+        states[i] = job->acc ? job->acc + (first + i) * width : scratch + i * width;
+    for (uint32_t g = 0; g < job->n_groups; g++) {
+        for (uint32_t i = 0; i < n; i++) {
+            parts[i] = job->part + ((first + i) * job->n_groups + g) * width;
+            if (job->first && g == 0)
+                memcpy(states[i], parts[i], width * sizeof **states);
+        }
+        if (!job->first || g > 0)
+            job->dev->kernels.merge(states, parts, n, job->head_dim);
+    }
 }
 
-/* An item is one (row, head). */
+/* An item is one (row, head). Many go together, whose exponentials the kernel takes at once. */
 static void merge_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
 {
     const merge_job *job = arg;
+    float           *states[HSRI_ATTEND_MAX_QUERIES];
 
-    for (uint64_t i = first; i < end; i++) {
-        const float *state = fold(job, i, hsri_cpu_scratch(job->dev, worker));
-
-        if (job->out)
-            finish_state(state, job->head_dim, job->out + i * job->head_dim);
+    for (uint32_t n; first < end; first += n) {
+        n = (uint32_t)hsri_min(end - first, HSRI_ATTEND_MAX_QUERIES);
+        merge_items(job, first, n, states, hsri_cpu_piece_scratch(hsri_cpu_scratch(job->dev, worker)));
+        for (uint32_t i = 0; job->out && i < n; i++)
+            finish_state(states[i], job->head_dim, job->out + (first + i) * job->head_dim);
     }
 }
 
