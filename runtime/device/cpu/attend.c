@@ -1,18 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Attention: partials of groups (device.h), and their merging.
+/* Attention: which partials of groups (device.h) are made by whom and when, and their merging.
  *
  * An item of work is (group, kv head, tile of rows); the tiles that read the same pages are neighbours. A tile makes a call for every
  * run of rows that read the same tokens: rows of one sequence, and where it has encoded pages, of one page, or of one pick. All query
  * heads of the kv head go together. Kernels give a query the same bits in any company, so how rows fall into calls does not show.
  *
  * Partials that nobody wants to see stay in a core's cache, if there are so many tiles that they keep all threads busy by themselves: then
- * blocks of tiles are the items. They take group after group, and fold what a group gives into the states of their rows.
- *
- * A group of an encoded session may begin with plain pages (sink), go on with encoded ones and end with plain ones (window): pieces of
- * equal format are folded in order. */
+ * blocks of tiles are the items. They take group after group, and fold what a group gives into the states of their rows. */
 #include "device/cpu/attend_job.h"
 
-#include <math.h>
 #include <string.h>
 
 #include "base/array.h"
@@ -23,255 +19,6 @@
 #define TILES_EACH 4u
 #define STATES_BYTES (512u << 10)
 #define READING_TILES 2u
-
-_Static_assert(GROUP_PAGES * HSRI_PAGE_UNITS <= HSRI_UNITS_MAX, "a dense group fits a call");
-_Static_assert(HSRI_UNITS_SCRATCH <= HSRI_ATTEND_SCRATCH + HSRI_CPU_GATHER_SCRATCH, "kernels of encoded pages have their scratch");
-_Static_assert(HSRI_LIST_GROUP_UNITS % HSRI_PAGE_UNITS == 0, "a list group fills whole pages");
-_Static_assert(HSRI_RUN_GROUP_UNITS <= GROUP_PAGES * HSRI_PAGE_UNITS, "a group of a prompt run fits a call");
-_Static_assert(HSRI_RUN_GROUP_UNITS <= 2 * GROUP_PAGES, "and what a sequence is promised to hold at a time");
-
-/* ---- pieces ---- */
-
-/* How many tokens a query at `pos` sees of those from `first` on, at most `most`. */
-static uint32_t visible_tokens(uint32_t pos, uint64_t first, uint32_t most)
-{
-    return pos < first ? 0 : (uint32_t)hsri_min(pos + 1 - first, most);
-}
-
-void hsri_cpu_empty_partials(const attend_job *job, const query_set *set)
-{
-    for (uint32_t i = 0; i < set->n; i++) {
-        memset(set->partials[i], 0, (2 + job->kv->head_dim) * sizeof **set->partials);
-        set->partials[i][0] = -INFINITY;
-    }
-}
-
-/* Plain pages with neighbouring tokens, the first of them at position `first`: at most a dense group. */
-static void attend_plain(const attend_job *job, const hsri_seq *seq, const hsri_page_table *table, uint32_t page, uint32_t n_pages,
-                         const query_set *set, float *scratch)
-{
-    const uint8_t *pages[GROUP_PAGES];
-    uint32_t       visible[HSRI_ATTEND_MAX_QUERIES];
-
-    for (uint32_t p = 0; p < n_pages; p++)
-        pages[p] = hsri_page_at(table, page + p);
-    for (uint32_t i = 0; i < set->n; i++)
-        visible[i] = visible_tokens(set->pos[i], (uint64_t)page * HSRI_PAGE_TOKENS, n_pages * HSRI_PAGE_TOKENS);
-    job->dev->kernels.attend[seq->kv_type](&(hsri_attend_args){ pages, n_pages, job->kv->head_dim, job->scale, set->n, set->queries,
-                                                                visible, set->partials, scratch });
-}
-
-static void attend_encoded(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint8_t *const *slots, const uint8_t *units,
-                           uint32_t n_units, const query_set *set, float *scratch)
-{
-    job->dev->kernels.page.attend[seq->format](&(hsri_units_args){
-        .slots = slots, .units = units, .n_units = n_units, .head_dim = job->kv->head_dim, .scale = job->scale, .n_queries = set->n,
-        .queries = set->queries, .rotated = set->rotated, .partials = set->partials, .scratch = scratch,
-        .calibration = hsri_cpu_calibration(job->dev, job->kv, job->layer, kv_head) });
-}
-
-static void attend_encoded_pages(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t page, uint32_t n_pages,
-                                 const query_set *set, float *scratch)
-{
-    hsri_page_table table = hsri_sealed_pages(job->dev, job->kv, seq, job->layer, kv_head);
-    const uint8_t  *slots[HSRI_UNITS_MAX];
-    uint8_t         units[HSRI_UNITS_MAX];
-
-    for (uint32_t i = 0; i < n_pages * HSRI_PAGE_UNITS; i++) {
-        slots[i] = hsri_page_at(&table, page + i / HSRI_PAGE_UNITS);
-        units[i] = (uint8_t)(i % HSRI_PAGE_UNITS);
-    }
-    attend_encoded(job, seq, kv_head, slots, units, n_pages * HSRI_PAGE_UNITS, set, scratch);
-}
-
-/* ---- dense groups ---- */
-
-void hsri_cpu_attend_pages(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, bool plain, uint32_t page, uint32_t n_pages,
-                           const query_set *set, float *scratch)
-{
-    hsri_page_table table = hsri_plain_pages(job->dev, job->kv, seq, job->layer, kv_head);
-
-    if (plain)
-        attend_plain(job, seq, &table, page, n_pages, set, scratch);
-    else
-        attend_encoded_pages(job, seq, kv_head, page, n_pages, set, scratch);
-}
-
-static void dense_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch)
-{
-    const hsri_seq *seq = hsri_cpu_seq_of(job, row);
-    uint32_t        query_page = set->pos[set->n - 1] / HSRI_PAGE_TOKENS, d = job->kv->head_dim;
-    uint32_t        page = g * GROUP_PAGES, end = (uint32_t)hsri_min(page + GROUP_PAGES, (uint64_t)query_page + 1), n;
-    query_set       later;
-
-    if (page >= end) {
-        hsri_cpu_empty_partials(job, set);
-        return;
-    }
-    for (bool first = true; page < end; page += n, first = false) {
-        bool plain = hsri_cpu_reads_plain(seq, page, query_page);
-
-        for (n = 1; page + n < end && hsri_cpu_reads_plain(seq, page + n, query_page) == plain;)
-            n++;
-        if (first) {
-            hsri_cpu_attend_pages(job, seq, kv_head, plain, page, n, set, scratch);
-            continue;
-        }
-        later = hsri_cpu_with_partials(set, hsri_cpu_piece_scratch(scratch), d);
-        hsri_cpu_attend_pages(job, seq, kv_head, plain, page, n, &later, scratch);
-        job->dev->kernels.merge(set->partials, later.partials, set->n, d);
-    }
-}
-
-/* All queries of a call see the same split into plain and encoded pages: those of one page do. */
-static uint32_t dense_run_end(const attend_job *job, uint32_t first, uint32_t end)
-{
-    bool     same_page = !hsri_kv_is_plain(hsri_cpu_seq_of(job, first)->format);
-    uint32_t row = first + 1;
-
-    while (row < end && job->rows[row].seq == job->rows[first].seq &&
-           (!same_page || hsri_cpu_page_of(job, row) == hsri_cpu_page_of(job, first)))
-        row++;
-    return row;
-}
-
-/* ---- fixed groups ---- */
-
-static uint32_t page_run_end(const attend_job *job, uint32_t first, uint32_t end)
-{
-    uint32_t row = first + 1;
-
-    while (row < end && job->rows[row].seq == job->rows[first].seq && hsri_cpu_page_of(job, row) == hsri_cpu_page_of(job, first))
-        row++;
-    return row;
-}
-
-/* The page that left the window at the second page of a prompt run, for whose first page the selection was made. */
-static void bridge_group(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, uint32_t q, const query_set *set, float *scratch)
-{
-    hsri_page_table table = hsri_plain_pages(job->dev, job->kv, seq, job->layer, kv_head);
-    uint32_t        w = seq->window_pages;
-
-    if (!job->prompt_runs || q % 2 == 0 || q < seq->sink_pages + w)
-        hsri_cpu_empty_partials(job, set);
-    else if (hsri_kv_is_plain(seq->format))
-        attend_plain(job, seq, &table, q - w, 1, set, scratch);
-    else
-        attend_encoded_pages(job, seq, kv_head, q - w, 1, set, scratch);
-}
-
-/* Fixed group g of queries of page q: sink, bridge, window. */
-static void fixed_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch)
-{
-    const hsri_seq *seq = hsri_cpu_seq_of(job, row);
-    hsri_page_table table = hsri_plain_pages(job->dev, job->kv, seq, job->layer, kv_head);
-    uint32_t        q = hsri_cpu_page_of(job, row), n_sink_groups = (uint32_t)hsri_div_up(seq->sink_pages, GROUP_PAGES);
-    uint64_t        first = (uint64_t)g * GROUP_PAGES, end = hsri_min(seq->sink_pages, q + 1ull);
-
-    if (g == n_sink_groups) {
-        bridge_group(job, seq, kv_head, q, set, scratch);
-        return;
-    }
-    if (g > n_sink_groups) {
-        uint64_t window = q + 1ull > seq->window_pages ? q + 1 - seq->window_pages : 0;
-
-        first = hsri_max(seq->sink_pages, window) + (g - n_sink_groups - 1ull) * GROUP_PAGES;
-        end = q + 1ull;
-    }
-    if (first < end)
-        attend_plain(job, seq, &table, (uint32_t)first, (uint32_t)hsri_min(GROUP_PAGES, end - first), set, scratch);
-    else
-        hsri_cpu_empty_partials(job, set);
-}
-
-/* ---- list groups ---- */
-
-static uint32_t pick_run_end(const attend_job *job, uint32_t first, uint32_t end)
-{
-    uint32_t row = first + 1;
-
-    while (row < end && job->lists.pick_of[row] == job->lists.pick_of[first])
-        row++;
-    return row;
-}
-
-/* Copy unit `from` of a plain page to unit `to` of another: 64 bytes of each line of keys, and 16 tokens of values. */
-static void copy_unit(hsri_kv_type type, uint32_t d, uint8_t *page, uint32_t to, const uint8_t *slot, uint32_t from)
-{
-    const size_t line = HSRI_PAGE_TOKENS * 4, part = HSRI_UNIT_TOKENS * 4;
-    size_t       n_lines = type == HSRI_KV_TYPE_F32 ? d : d / 2, values = HSRI_PAGE_HEADER_BYTES + n_lines * line;
-
-    for (size_t i = 0; i < n_lines; i++)
-        memcpy(page + HSRI_PAGE_HEADER_BYTES + i * line + to * part, slot + HSRI_PAGE_HEADER_BYTES + i * line + from * part, part);
-    memcpy(page + values + to * n_lines * part, slot + values + from * n_lines * part, n_lines * part);
-}
-
-void hsri_cpu_copy_units(hsri_kv_type type, uint32_t d, const uint8_t *const *slots, const uint8_t *units, uint32_t n_units, uint8_t *pages,
-                         uint64_t page_bytes)
-{
-    for (uint32_t i = 0; i < n_units; i++)
-        copy_unit(type, d, pages + i / HSRI_PAGE_UNITS * page_bytes, i % HSRI_PAGE_UNITS, slots[i], units[i]);
-}
-
-void hsri_cpu_attend_gathered(const attend_job *job, hsri_kv_type type, const uint8_t *gathered, uint64_t page_bytes, uint32_t n_units,
-                              const float *const *queries, const query_set *set, float *scratch)
-{
-    const uint8_t *pages[GROUP_PAGES];
-    uint32_t       visible[HSRI_ATTEND_MAX_QUERIES], n_pages = (uint32_t)hsri_div_up(n_units, HSRI_PAGE_UNITS);
-
-    for (uint32_t p = 0; p < n_pages; p++)
-        pages[p] = gathered + p * page_bytes;
-    for (uint32_t i = 0; i < set->n; i++)
-        visible[i] = n_units * HSRI_UNIT_TOKENS;
-    job->dev->kernels.attend[type](&(hsri_attend_args){ pages, n_pages, job->kv->head_dim, job->scale, set->n, queries, visible,
-                                                        set->partials, scratch });
-}
-
-/* Units of plain pages are put together to pages, so that the kernels of whole pages serve. */
-static void attend_plain_units(const attend_job *job, const hsri_seq *seq, const uint8_t *const *slots, const uint8_t *units,
-                               uint32_t n_units, const query_set *set, float *scratch)
-{
-    uint8_t       *pages = hsri_cpu_gather_scratch(scratch);
-    const uint64_t page_bytes = hsri_cpu_gathered_bytes(job, seq->kv_type);
-
-    hsri_cpu_copy_units(seq->kv_type, job->kv->head_dim, slots, units, n_units, pages, page_bytes);
-    hsri_cpu_attend_gathered(job, seq->kv_type, pages, page_bytes, n_units, set->queries, set, scratch);
-}
-
-void hsri_cpu_find_units(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint32_t *chosen, uint32_t n,
-                         const uint8_t **slots, uint8_t *units)
-{
-    hsri_page_table table = hsri_sealed_pages(job->dev, job->kv, seq, job->layer, kv_head);
-
-    for (uint32_t i = 0; i < n; i++) {
-        slots[i] = hsri_page_at(&table, chosen[i] / HSRI_PAGE_UNITS);
-        units[i] = (uint8_t)(chosen[i] % HSRI_PAGE_UNITS);
-    }
-}
-
-void hsri_cpu_attend_units(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint32_t *chosen, uint32_t n,
-                           const query_set *set, float *scratch)
-{
-    const uint8_t *slots[HSRI_UNITS_MAX];
-    uint8_t        units[HSRI_UNITS_MAX];
-
-    hsri_cpu_find_units(job, seq, kv_head, chosen, n, slots, units);
-    if (hsri_kv_is_plain(seq->format))
-        attend_plain_units(job, seq, slots, units, n, set, scratch);
-    else
-        attend_encoded(job, seq, kv_head, slots, units, n, set, scratch);
-}
-
-static void list_group(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch)
-{
-    uint32_t        n;
-    const uint32_t *chosen = hsri_cpu_list_group(job, row, kv_head, g, &n);
-
-    if (n == 0)
-        hsri_cpu_empty_partials(job, set);
-    else
-        hsri_cpu_attend_units(job, hsri_cpu_seq_of(job, row), kv_head, chosen, n, set, scratch);
-}
 
 /* ---- merging ---- */
 
@@ -378,11 +125,11 @@ static void fold_group(const attend_job *job, uint32_t row, uint32_t kv_head, ui
     query_set set;
 
     if (job->first && g == job->g0) {
-        job->group(job, row, kv_head, g, states, scratch);
+        job->groups->partials(job, row, kv_head, g, states, scratch);
         return;
     }
     set = hsri_cpu_with_partials(states, hsri_cpu_fold_scratch(scratch), job->kv->head_dim);
-    job->group(job, row, kv_head, g, &set, scratch);
+    job->groups->partials(job, row, kv_head, g, &set, scratch);
     job->dev->kernels.merge(states->partials, set.partials, set.n, job->kv->head_dim);
 }
 
@@ -393,10 +140,10 @@ static void attend_tile(const attend_job *job, uint32_t tile, uint32_t kv_head, 
     query_set set;
 
     for (; row < tile_end; row = row_end) {
-        row_end = job->run_end(job, row, tile_end);
+        row_end = job->groups->run_end(job, row, tile_end);
         for (uint32_t h = head0; h < head1; h += HSRI_ATTEND_MAX_QUERIES) {
             fill_set(job, row, row_end, h, (uint32_t)hsri_min(h + HSRI_ATTEND_MAX_QUERIES, head1), g, &set);
-            (job->folds ? fold_group : job->group)(job, row, kv_head, g, &set, scratch);
+            (job->folds ? fold_group : job->groups->partials)(job, row, kv_head, g, &set, scratch);
         }
     }
 }
@@ -528,12 +275,11 @@ static void cpu_attend(hsri_queue *q, const hsri_batch *batch, const hsri_kv_vie
 
     for (uint32_t row = 0; row < job.n_rows; row++)
         for (uint32_t g = g0; g < g1; g++)
-            pairs += visible_tokens(job.rows[row].pos, (uint64_t)g * HSRI_GROUP_TOKENS, HSRI_GROUP_TOKENS);
+            pairs += hsri_cpu_visible_tokens(job.rows[row].pos, (uint64_t)g * HSRI_GROUP_TOKENS, HSRI_GROUP_TOKENS);
     for (uint32_t i = 0; i < batch->n_seqs; i++)
         encoded = encoded || !hsri_kv_is_plain(job.seqs[i].format);
     set_fold(&job, fold);
-    job.run_end = dense_run_end;
-    job.group = dense_group;
+    job.groups = &hsri_cpu_groups_dense;
     run_job(dev, &job, batch->n_seqs, encoded, pairs);
     merge_rest(q, &job, part, fold);
 }
@@ -554,8 +300,7 @@ static void cpu_attend_fixed(hsri_queue *q, const hsri_batch *batch, const hsri_
     }
     set_fold(&job, fold);
     job.prompt_runs = runs;
-    job.run_end = page_run_end;
-    job.group = fixed_group;
+    job.groups = &hsri_cpu_groups_fixed;
     run_job(dev, &job, batch->n_seqs, true, pairs);
     merge_rest(q, &job, part, fold);
 }
@@ -570,8 +315,7 @@ static void cpu_attend_list(hsri_queue *q, const hsri_batch *batch, const hsri_k
 
     set_fold(&job, fold);
     job.lists = hsri_cpu_lists_of(dev, kv, batch->n_rows, pick_of, lists);
-    job.run_end = pick_run_end;
-    job.group = list_group;
+    job.groups = &hsri_cpu_groups_listed;
     if (lists->group_units > HSRI_LIST_GROUP_UNITS)
         hsri_cpu_attend_runs(dev, &job, lists->n_picks);
     else

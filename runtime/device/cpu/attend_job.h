@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What the loops over attended pages share: attend.c makes partials of groups, page_mass.c those of single pages. */
+/* What the loops over attended pages share: attend_groups.c makes partials of one group, attend.c has all groups of all rows made and
+ * merged, attend_runs.c those of lists that many rows share, page_mass.c makes partials of single pages. */
 #ifndef HSRI_CPU_ATTEND_JOB_H
 #define HSRI_CPU_ATTEND_JOB_H
 
@@ -27,11 +28,16 @@ typedef struct query_set {
     uint32_t     n;
 } query_set;
 
-struct attend_job {
+/* A kind of groups. */
+typedef struct attend_groups {
     /* Rows [first, return value) up to `end` read the same tokens. */
     uint32_t (*run_end)(const attend_job *job, uint32_t first, uint32_t end);
     /* Partials of group g for rows that read the same as `row`. */
-    void (*group)(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch);
+    void (*partials)(const attend_job *job, uint32_t row, uint32_t kv_head, uint32_t g, const query_set *set, float *scratch);
+} attend_groups;
+
+struct attend_job {
+    const attend_groups *groups;
     const hsri_cpu_device *dev;
     const hsri_row     *rows;
     const hsri_seq     *seqs;
@@ -64,6 +70,12 @@ static inline float *hsri_cpu_piece_scratch(float *scratch) { return scratch + H
 
 /* And for those of a group on their way into states. */
 static inline float *hsri_cpu_fold_scratch(float *scratch) { return hsri_cpu_piece_scratch(scratch) + HSRI_CPU_CALL_SCRATCH; }
+
+/* How many tokens a query at `pos` sees of those from `first` on, at most `most`. */
+static inline uint32_t hsri_cpu_visible_tokens(uint32_t pos, uint64_t first, uint32_t most)
+{
+    return pos < first ? 0 : (uint32_t)hsri_min(pos + 1 - first, most);
+}
 
 static inline bool hsri_cpu_reads_plain(const hsri_seq *seq, uint32_t page, uint32_t query_page)
 {
@@ -115,10 +127,14 @@ static inline const uint32_t *hsri_cpu_list_group(const attend_job *job, uint32_
 attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer,
                                uint32_t n_heads, float scale, hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part);
 
-void hsri_cpu_empty_partials(const attend_job *job, const query_set *set);
-
 /* The queries of rows [row, row_end) of one sequence, heads [head, head_end); the set has no partials yet. */
 void hsri_cpu_fill_queries(const attend_job *job, uint32_t row, uint32_t row_end, uint32_t head, uint32_t head_end, query_set *set);
+
+/* ---- attend_groups.c ---- */
+
+extern const attend_groups hsri_cpu_groups_dense, hsri_cpu_groups_fixed, hsri_cpu_groups_listed;
+
+void hsri_cpu_empty_partials(const attend_job *job, const query_set *set);
 
 /* Partials of at most a dense group of neighbouring pages, all plain or all in the sequence's format. */
 void hsri_cpu_attend_pages(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, bool plain, uint32_t page, uint32_t n_pages,
