@@ -47,6 +47,7 @@ class Squeeze:
 
     @property
     def shown(self) -> bool:
+        """The same bits, of a run that was squeezed."""
         return self.same and min(self.sealed, self.evictions, self.misses, self.late) > 0
 
 
