@@ -324,7 +324,7 @@ static void start_jobs(hsri_mover *m)
             if (make_request(m, ids[i], &requests[n_requests], &status[i], &sys_code[i])) {
                 status[i] = HSR_AGAIN;
                 n_requests++;
-            } else if (status[i] == HSR_E_CANCELLED) {
+            } else if (status[i] == HSR_E_CANCELLED) {     /* memory of these moves may be gone */
                 pthread_mutex_lock(&m->lock);
                 return;
             }

@@ -36,7 +36,7 @@ def perplexity(
              for part in (parts if profile.mode == "sparse" else ("decode",))}
     for name, (profile, part) in cases.items():
         if part != "decode":
-            check_prefill(name, profile, min(contexts))
+            _check_prefill(name, profile, min(contexts))
     runs: dict[str, list[Comparison]] = {name: [] for name in cases}
     facts: dict[str, list[tuple[float, ...]]] = {name: [] for name in cases}
     dense_facts: list[tuple[float, float]] = []
@@ -76,7 +76,7 @@ def _named(name: str, part: str) -> str:
     return name if part == "decode" else f"{name}, {part}"
 
 
-def check_prefill(name: str, profile: Profile, context: int) -> None:
+def _check_prefill(name: str, profile: Profile, context: int) -> None:
     """InvalidError if the profile would compute the prompt as dense attention does, so that there is nothing to measure."""
     if not profile.prefill_budget:
         raise InvalidError(f"{name}: its prompts are always dense, prefill_budget is 0")
