@@ -10,7 +10,7 @@ from ._library import call, ffi, lib, new_struct
 from .checks import file_name, integer
 from .errors import FormatError, InvalidError
 from .model import DTYPES, engine_options
-from .session import INDEX_KINDS, KV_FORMATS
+from .session import INDEX_KINDS, KV_FORMATS, kv_format
 from .sizes import format_size
 
 if TYPE_CHECKING:
@@ -109,11 +109,10 @@ def plan(
     count = integer("sessions", sessions, 1, 65536)
     call(lib.hsr_plan, info, options, session, count, result)
     values = {field.name: getattr(result, field.name) for field in fields(Plan) if hasattr(result, field.name)}
-    f32 = info.weight_dtype == lib.HSR_DTYPE_F32
     kept: int = result.history_bytes if history else 0
     return Plan(**{**values, "fits": bool(result.fits), "short_of": _SHORT.get(result.short_of), "sessions": count,
                    "history_bytes": kept, "total_bytes": result.total_bytes + count * kept,
-                   "kv_format": kv if kv != "auto" else "f32" if f32 else "bf16"})
+                   "kv_format": kv_format(kv, DTYPES.get(info.weight_dtype, "?"))})
 
 
 def engine_opts(**given: Any) -> Any:

@@ -16,7 +16,7 @@ from ..checks import text_content
 from ..errors import InvalidError
 from ..model import Model
 from ..profile import PRESETS, SELECTORS, Profile, as_profile
-from ..session import KV_FORMATS
+from ..session import KV_FORMATS, kv_format
 from . import common
 
 if TYPE_CHECKING:
@@ -147,13 +147,9 @@ def _usual(args: argparse.Namespace, model: Model, room: int) -> int:
 
 def _profiles(args: argparse.Namespace, model: Model, against_kv: str = "auto") -> dict[str, Profile]:
     """The profiles to compare with dense attention, by name. Dense attention over another key-value format is one of them."""
-    same = args.profile == "exact" and _format(args.kv, model) == _format(against_kv, model)
+    same = args.profile == "exact" and kv_format(args.kv, model.info.dtype) == kv_format(against_kv, model.info.dtype)
     named = ({} if same else {args.profile: args.chosen}) | {name: as_profile(name) for name in args.compare}
     return named or {"balanced": PRESETS["balanced"]}
-
-
-def _format(kv: str, model: Model) -> str:
-    return kv if kv != "auto" else "f32" if model.info.dtype == "f32" else "bf16"
 
 
 def _library(characters: int) -> str:
