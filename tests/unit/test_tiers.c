@@ -776,6 +776,18 @@ static void test_hang(void)
     free(w.sessions);
 }
 
+/* A world, and 6000 tokens in it, whose steps read lists; so many groups are read ahead. */
+static session *squeezed_lists(world *w, uint32_t depth)
+{
+    setup how = squeezed;
+    how.depth = depth;
+    how.sparse = 4;
+    world_init(w, &how);
+    session *s = create(w);
+    RUN(w, s, 6000);
+    return s;
+}
+
 /* Pages that cannot be read are nobody's failure until they are attended; their session then fails, and can start over. */
 static void check_unreadable(world *w, session *s)
 {
@@ -802,18 +814,15 @@ static void estimate(world *w, bool on)
 static void test_guesses(void)
 {
     world w;
-    setup how = squeezed;
-    how.sparse = 4;
-    world_init(&w, &how);
-    session *s = create(&w);
-    RUN(&w, s, 6000);
+    session *s = squeezed_lists(&w, squeezed.depth);
     hsri_tiers_stats before = tiers_stats(&w), now;
     w.guesses = true;
     RUN(&w, s, 6200);
     now = tiers_stats(&w);
     const hsr_prefetch_stats *q = &now.prefetch[HSRI_FETCH_QUERY];
     CHECK(before.prefetch[HSRI_FETCH_QUERY].pages == 0 && q->hits > 20 && q->wasted > 20 && q->pages >= q->hits + q->wasted);
-    CHECK(q->bytes == q->pages * w.shape.view.slot_bytes[how.format] && q->wasted_bytes == q->wasted * w.shape.view.slot_bytes[how.format]);
+    const uint64_t bytes_each = w.shape.view.slot_bytes[squeezed.format];
+    CHECK(q->bytes == q->pages * bytes_each && q->wasted_bytes == q->wasted * bytes_each);
 
     check_unreadable(&w, s);
     destroy(s);
@@ -835,11 +844,7 @@ static void run_alike(world *w, session *s, uint32_t n, uint64_t draw)
 static void test_rising(void)
 {
     world w;
-    setup how = squeezed;
-    how.sparse = 4;
-    world_init(&w, &how);
-    session *s = create(&w);
-    RUN(&w, s, 6000);
+    session *s = squeezed_lists(&w, squeezed.depth);
     run_alike(&w, s, 150, 0);
     run_alike(&w, s, 12, 5000);
     session *other = create(&w);
@@ -863,12 +868,7 @@ static void test_rising(void)
 static void test_estimate(void)
 {
     world w;
-    setup how = squeezed;
-    how.depth = 0;
-    how.sparse = 4;
-    world_init(&w, &how);
-    session *s = create(&w);
-    RUN(&w, s, 6000);
+    session *s = squeezed_lists(&w, 0);
     estimate(&w, true);
     set_read_ms(&w.faults, 300);
     hsri_tiers_stats before = tiers_stats(&w), now;
