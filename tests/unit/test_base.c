@@ -334,6 +334,35 @@ static void test_address_space(void)
 #endif
 }
 
+/* Does the kernel, which lists only what programs may use, name the flag? */
+static bool kernel_names(const char *flag)
+{
+    FILE *file = fopen("/proc/cpuinfo", "r");
+    char line[8192], padded[64];
+    bool found = false;
+    if (!file)
+        return false;
+    snprintf(padded, sizeof(padded), " %s ", flag);
+    while (!found && fgets(line, sizeof(line), file)) {
+        line[strcspn(line, "\n")] = ' ';
+        found = strncmp(line, "flags", 5) == 0 && strstr(line, padded) != NULL;
+    }
+    fclose(file);
+    return found;
+}
+
+/* The compiler's own look at the processor knows no tiles. An emulated processor is not the one the kernel tells of. */
+static void test_tiles(int32_t isa)
+{
+    static const char *const needed[] = { "amx_tile", "amx_int8", "amx_bf16", "avx512_bf16", "avx512vbmi", "avx512_vbmi2", "avx512_vnni" };
+    bool all = true;
+    for (size_t i = 0; i < sizeof(needed) / sizeof(*needed); i++)
+        all = all && kernel_names(needed[i]);
+    if (isa >= HSR_ISA_AVX512)
+        CHECK((isa == HSR_ISA_AMX) == all);
+    CHECK(isa == HSR_ISA_AMX || !hsri_cpu_allow_amx());
+}
+
 static void test_cpu(void)
 {
     int32_t isa = hsri_cpu_isa();
@@ -345,12 +374,14 @@ static void test_cpu(void)
     CHECK((isa >= HSR_ISA_AVX2) == avx2);
     CHECK((isa >= HSR_ISA_AVX512) == (avx2 && avx512 && __builtin_cpu_supports("avx512dq")));
 #endif
+    test_tiles(isa);
     CHECK(strcmp(hsri_isa_name(HSR_ISA_AVX2), "avx2") == 0);
     CHECK(strcmp(hsri_isa_name(99), "unknown") == 0);
     cpu_set_t before, one;
     if (sched_getaffinity(0, sizeof(before), &before) != 0)
         return;
-    CHECK(hsri_cpu_count() >= 1 && hsri_cpu_count() <= CPU_COUNT(&before));
+    int32_t granted = hsri_cpu_quota("/proc/self/cgroup", "/sys/fs/cgroup");
+    CHECK(hsri_cpu_count() >= 1 && hsri_cpu_count() == (granted < CPU_COUNT(&before) ? granted : CPU_COUNT(&before)));
     CPU_ZERO(&one);
     for (size_t cpu = 0; cpu < CPU_SETSIZE && CPU_COUNT(&one) == 0; cpu++) {
         if (CPU_ISSET(cpu, &before))
