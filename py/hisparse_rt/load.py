@@ -44,13 +44,13 @@ def load(
                   that the next layer is guessed to select, of sparse sessions). None: the first two. Results are the same with any
     threads       threads that compute, 0 to 1024; 0: as many as the machine gives this process
     isa           highest instruction set to use: "auto", "reference", "avx2", "avx512" or "amx"
-    kv            key-value format of sessions: "f32", "bf16", "int8", "compact" and "vtq" (which need a calibration), or "auto" (f32 for
-                  models of dtype f32, else bf16)
+    kv            key-value format of sessions: "f32", "bf16", "int8", "compact" and "vtq" (which need a calibration), or "auto": f32 for
+                  models of dtype f32, else bf16, or int8 for sparse sessions of a model without a calibration
     chunk         most tokens of one prompt in one step, 1 to 4096
     max_sessions, max_batch   most sessions at a time; most rows of one step
     dtype         for conversion: "f32", "bf16", "q8" (the default) or "q4"
     cache_dir     where converted models are kept; None: $XDG_CACHE_HOME/hisparse_rt, or ~/.cache/hisparse_rt
-    log           a logging.Logger for what the engine has to say; None: silent
+    log           a logging.Logger for what the engine has to say, such as that "auto" does without a calibration; None: silent
     profile       how sessions attend unless they say otherwise: a Profile, the name of a preset, a JSON file; 0 and "exact" are dense
     calibration   the model's `.hsrcal` file; None: the one beside the model, which a conversion makes with it; False: none
     readable_tiers   memory that attention reads in place: "all", or "hot": pages must then move there from warm memory, as on a GPU.

@@ -329,7 +329,7 @@ class Model:
         """An empty session.
 
         context          most tokens it may hold; None is the trained length. Costs nothing until used
-        kv               "f32", "bf16", "int8", "compact", "vtq" or "auto"; None takes the model's
+        kv               "f32", "bf16", "int8", "compact", "vtq" or "auto", as in `load`; None takes the model's
         beyond_trained   allow a context above the trained length
         window_size, sink_size, rollback_tokens   see hsr_session_opts in hisparse_rt.h; None is the profile's, then its default
         profile          how its prompts and requests attend: a Profile, the name of a preset, or an id; None takes the model's

@@ -10,7 +10,7 @@ from ._library import call, ffi, lib, new_struct
 from .checks import file_name, integer
 from .errors import FormatError, InvalidError
 from .model import DTYPES, engine_options
-from .session import INDEX_KINDS, KV_FORMATS, kv_format
+from .session import INDEX_KINDS, KV_FORMATS
 from .sizes import format_size
 
 if TYPE_CHECKING:
@@ -76,8 +76,8 @@ def plan(
 
     source       a `.hsr` file; or a Hugging Face folder, a config.json alone, or a `.gguf` file, whose weights are estimated as
                  converted to `dtype` ("q8" unless given)
-    calibrated   whether there is a calibration, which decides what index a profile with selector "auto" uses; None: if one lies
-                 beside the model
+    calibrated   whether there is a calibration, which decides what index a profile with selector "auto" uses, and what kv "auto" is
+                 in sparse sessions; None: if one lies beside the model
     engine       options of `load` about memory: ram, hot, warm, cold, cold_size, chunk, max_sessions, max_batch
     The other options are those of `Model.session`.
 
@@ -89,30 +89,27 @@ def plan(
         raise InvalidError(f"kv is {kv!r}, known formats are {', '.join(KV_FORMATS)}")
     session = ffi.new("hsr_session_opts *")
     lib.hsr_session_opts_init(session, ffi.sizeof("hsr_session_opts"))
-    session.kv_format, session.beyond_trained = KV_FORMATS[kv], bool(beyond_trained)
+    session.beyond_trained = bool(beyond_trained)
     session.context = 0 if context is None else integer("context", context, 1, _INT32_MAX)
-    pages: dict[str, int] = {}
-    history = False
-    if not (isinstance(profile, int) and profile == 0):
-        from .profile import as_profile
-        from .profile_index import keeps_history, own_index
+    from .profile import PRESETS, as_profile
+    from .profile_index import format_of, keeps_history, own_index
 
-        chosen = as_profile(profile)
-        pages = chosen.session_options()
-        history = keeps_history(chosen)
-        has_calibration = _is_calibrated(os.fsdecode(file_name(source))) if calibrated is None else calibrated
-        session.index_kind = INDEX_KINDS[own_index(chosen, has_calibration)]
+    chosen = PRESETS["exact"] if isinstance(profile, int) and profile == 0 else as_profile(profile)
+    has_calibration = _is_calibrated(os.fsdecode(file_name(source))) if calibrated is None else calibrated
+    session.index_kind = INDEX_KINDS[own_index(chosen, has_calibration)]
+    kv = format_of(kv, chosen, has_calibration, DTYPES[info.weight_dtype])
+    session.kv_format = KV_FORMATS[kv]
     given = {"window_size": window_size, "sink_size": sink_size, "rollback_tokens": rollback_tokens}
-    for name, value in (pages | {name: value for name, value in given.items() if value is not None}).items():
+    for name, value in (chosen.session_options() | {name: value for name, value in given.items() if value is not None}).items():
         setattr(session, name, integer(name, value, 0, _INT32_MAX))
     result = new_struct("hsr_plan_result")
     count = integer("sessions", sessions, 1, 65536)
     call(lib.hsr_plan, info, options, session, count, result)
     values = {field.name: getattr(result, field.name) for field in fields(Plan) if hasattr(result, field.name)}
-    kept: int = result.history_bytes if history else 0
+    kept: int = result.history_bytes if keeps_history(chosen) else 0
     return Plan(**{**values, "fits": bool(result.fits), "short_of": _SHORT.get(result.short_of), "sessions": count,
                    "history_bytes": kept, "total_bytes": result.total_bytes + count * kept,
-                   "kv_format": kv_format(kv, DTYPES.get(info.weight_dtype, "?"))})
+                   "kv_format": kv})
 
 
 def engine_opts(**given: Any) -> Any:

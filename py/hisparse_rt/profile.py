@@ -47,7 +47,7 @@ class Profile:
     slice_size: int = 16
     """Tokens that are chosen together: 16, 32 or 64."""
     selector: str = "auto"
-    """The rule that chooses; auto is cluster for a calibrated model, else minmax."""
+    """The rule that chooses; auto is cluster for a calibrated model, else minmax, without virtual tokens."""
     virtual_tokens: bool = True
     """What is not read counts with its estimated weight and its mean value (selectors sketch and cluster)."""
     late: str = "wait"

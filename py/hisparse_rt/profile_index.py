@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What profiles need of a session: by themselves, to plan; and of one that serves several of them, to measure."""
+"""What profiles need of a session or choose for it: by themselves, to plan; and of one that serves several of them, to measure."""
 from __future__ import annotations
 
 import itertools
@@ -27,6 +27,13 @@ def index_of(profile: Profile, calibrated: bool) -> str:
     if profile.mode == "dense" or not calibrated or profile.rule(calibrated) in _KINDS:
         return own_index(profile, calibrated)
     return "sketch"
+
+
+def format_of(kv: str, profile: Profile, calibrated: bool, dtype: str) -> str:
+    """The key-value format of a session of this profile, with what auto stands for; dtype is that of the model."""
+    if kv != "auto":
+        return kv
+    return "f32" if dtype == "f32" else "int8" if profile.mode == "sparse" and not calibrated else "bf16"
 
 
 def keeps_history(profile: Profile) -> bool:

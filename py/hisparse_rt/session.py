@@ -33,11 +33,6 @@ _INT32_MAX = (1 << 31) - 1
 KV_NAMES = {number: name for name, number in KV_FORMATS.items()}
 
 
-def kv_format(kv: str, dtype: str) -> str:
-    """The format that "auto" stands for with weights of a dtype."""
-    return kv if kv != "auto" else "f32" if dtype == "f32" else "bf16"
-
-
 @dataclass(frozen=True, slots=True)
 class Captured:
     """What `Session.capture` recorded."""

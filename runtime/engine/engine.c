@@ -75,6 +75,17 @@ static hsr_status create_calibration(hsr_engine *e, hsr_error *err)
 
 #define MAX_PROFILES 4096u
 
+/* Once for each engine: what AUTO has to do without. */
+static void tell_uncalibrated(hsr_engine *e, const hsr_profile *in)
+{
+    if (!in->sparse || in->selector != HSR_SELECT_AUTO || e->model->calibration || e->told_uncalibrated)
+        return;
+    e->told_uncalibrated = true;
+    hsri_log_write(&e->log, HSR_LOG_WARN, "no calibration of the model was loaded: selector auto is minmax without virtual tokens, %s",
+                   e->model->hp.weight_dtype == HSRI_DTYPE_F32 ? "and sketches and compact pages are not to be had"
+                                                               : "and the key-value format auto of sparse sessions is int8");
+}
+
 hsr_status hsri_engine_register(hsr_engine *e, const hsr_profile *in, int32_t *id, hsr_error *err)
 {
     hsri_profile *p;
@@ -93,6 +104,7 @@ hsr_status hsri_engine_register(hsr_engine *e, const hsr_profile *in, int32_t *i
     }
     *id = (int32_t)e->n_profiles;
     e->profiles[e->n_profiles++] = p;
+    tell_uncalibrated(e, in);
     return HSR_OK;
 }
 

@@ -166,6 +166,7 @@ struct hsr_engine {
     uint32_t        *pick_parts;
     hsri_profile   **profiles;      /* by id; 0 is dense */
     size_t           n_profiles, profiles_cap;
+    bool             told_uncalibrated;
     hsri_tap        *taps;          /* of the step: one per part that captures queries */
     uint32_t        *tap_rows;      /* [max_batch], and so are the next two: see hsri_tap */
     uint32_t        *tap_picks;

@@ -19,11 +19,20 @@ static hsri_kv_type kv_type_of(const hsr_engine *e, int32_t kv_format)
     return kv_format == HSR_KV_F32 ? HSRI_KV_TYPE_F32 : HSRI_KV_TYPE_BF16;
 }
 
+/* AUTO is plain, but for sparse sessions without a calibration: bounds, which choose there, want larger budgets, and int8 halves what
+ * they cost. Models of dtype f32 are for parity and stay as they are. */
+static int32_t resolved_format(const hsr_session *s)
+{
+    const hsr_model *m = s->engine->model;
+    const bool small = s->profile->sparse && !m->calibration && m->hp.weight_dtype != HSRI_DTYPE_F32;
+    return s->opts.kv_format == HSR_KV_AUTO && small ? HSR_KV_INT8 : s->opts.kv_format;
+}
+
 /* Encoded formats start from bf16 pages, or from f32 ones where the model's own type is f32. */
 static hsr_status choose_format(hsr_session *s, hsr_error *err)
 {
     const hsr_engine *e = s->engine;
-    const int32_t kv_format = s->opts.kv_format;
+    const int32_t kv_format = s->opts.kv_format = resolved_format(s);   /* forks keep it, whatever their profile becomes */
     const bool calibrated = e->model->calibration != NULL;
 
     s->kv_type = kv_type_of(e, kv_format <= HSR_KV_BF16 ? kv_format : HSR_KV_AUTO);
@@ -65,9 +74,9 @@ static hsr_status choose_index(hsr_session *s, hsr_error *err)
 
 hsr_status hsri_session_choose(hsr_session *s, hsr_error *err)
 {
-    HSRI_TRY(choose_format(s, err));
     s->profile_id = s->opts.profile;
     HSRI_TRY(hsri_engine_profile(s->engine, s->profile_id, &s->profile, err));
+    HSRI_TRY(choose_format(s, err));
     return choose_index(s, err);
 }
 

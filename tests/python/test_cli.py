@@ -84,6 +84,13 @@ def test_generate(path) -> None:
     assert run("generate", path, "--max-tokens", 12, "--raw", input="hello", stdin=None).stdout == raw + "\n"
 
 
+def test_doing_without_a_calibration_is_said_once(path) -> None:
+    done = run("generate", path, "-p", "hello", "--max-tokens", 2, "--profile", "balanced", "--no-calibrate")
+    said, _summary = done.stderr.splitlines()
+    assert said.startswith("hisparse-rt: no calibration of the model was loaded: selector auto is minmax without virtual tokens")
+    assert len(run("generate", path, "-p", "hello", "--max-tokens", 2).stderr.splitlines()) == 1, "nothing to say of dense attention"
+
+
 def test_generate_json(path) -> None:
     arguments = ("generate", path, "-p", "hello", "--max-tokens", 6, "--json", "--temperature", 1.5, "--threads", 1, "--isa", "reference")
     first = json.loads(run(*arguments, "--seed", 3).stdout)

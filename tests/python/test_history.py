@@ -164,8 +164,8 @@ def test_budget_of_everything_is_dense(paths, forced):
     appends = [LENGTH - 30] + [1] * 30
     with hs.load(paths / "tiny-q8.hsr", threads=2) as model:
         dense = run(model, appends, rules, profile=0)
-        assert np.array_equal(run(model, appends, rules), dense)
-        assert np.array_equal(run(model, appends, rules, Profile(selector="history", budget=1 << 20)), dense)
+        assert np.array_equal(run(model, appends, rules, kv="bf16"), dense)
+        assert np.array_equal(run(model, appends, rules, Profile(selector="history", budget=1 << 20), kv="bf16"), dense)
 
 
 def test_a_fork_goes_on_as_its_origin(paths):

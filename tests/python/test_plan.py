@@ -75,6 +75,18 @@ def test_exactly_what_is_planned(folder, name, context):
         append_all(folder / "q8.hsr", n, context, session, ram=(blocks - 1) * MIB)
 
 
+def test_auto_as_sessions_have_it(folder):
+    """Without a calibration a sparse session has int8 pages by itself."""
+    cases = (("q8.hsr", MINMAX, "int8"), ("q8.hsr", "balanced", "int8"), ("q8.hsr", 0, "bf16"), ("f32.hsr", MINMAX, "f32"))
+    for name, profile, kv in cases:
+        found = hs.plan(folder / name, context=4000, calibrated=False, ram="1GiB", profile=profile)
+        with hs.load(folder / name, threads=1, calibration=False, ram="64MiB") as model, model.session(context=4000, profile=profile) as s:
+            s.append(IDS)
+            assert found.kv_format == kv == s.stats().kv_format
+            assert model.stats().hot_blocks_reserved + model.stats().hot_blocks_used == found.session_blocks
+    assert hs.plan(folder / "q8.hsr", context=4000, calibrated=True, ram="1GiB", profile="balanced").kv_format == "bf16"
+
+
 def least(fits, low: int, high: int) -> int:
     """The least number of MiB in (low, high] that fits."""
     while high - low > 1:

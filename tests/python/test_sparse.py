@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import hisparse_rt as hs
@@ -180,7 +181,7 @@ def test_selectors_without_calibration(paths, selector):
     profile = Profile(selector=selector, budget=256, virtual_tokens=False, dense_below=LENGTH - 16)
     appends = [LENGTH - 16] + [1] * 16
     with hs.load(paths / "tiny-q8.hsr", threads=2) as model:
-        want = run(model, appends, Rules(), profile)
+        want = run(model, appends, Rules(), profile, kv="bf16")
         dense = run(model, appends, Rules(), 0)
         assert np.isfinite(want).all()
         assert np.array_equal(want[: LENGTH - 16], dense[: LENGTH - 16])
@@ -192,7 +193,37 @@ def test_selectors_without_calibration(paths, selector):
             assert np.isnan(stats.covered) if selector == "random" else 0 < stats.covered <= 1.0001
             assert stats.attended_tokens <= 64 + 64 + 256 + 64
     with hs.load(paths / "tiny-q8.hsr", threads=1) as model:
-        assert np.array_equal(run(model, appends, Rules(), profile), want)
+        assert np.array_equal(run(model, appends, Rules(), profile, kv="bf16"), want)
+
+
+def test_auto_without_a_calibration(paths):
+    """minmax over int8 pages, without virtual tokens; told once for each engine, and only where it is so."""
+    lines: list[str] = []
+    log = logging.Logger("test", logging.WARNING)
+    log.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())
+    cases = [("tiny-q8.hsr", None, {}, "int8", "minmax"), ("tiny-q8.hsr", None, {"profile": 0}, "bf16", "none"),
+             ("tiny-q8.hsr", None, {"kv": "bf16"}, "bf16", "minmax"), ("tiny-q8.hsr", "both.hsrcal", {}, "bf16", "cluster"),
+             ("tiny.hsr", None, {}, "f32", "minmax")]
+    for name, calibration, options, kv, index in cases:
+        lines.clear()
+        with hs.load(paths / name, threads=1, calibration=calibration and paths / calibration, log=log) as model:
+            with model.session(**{"profile": "balanced", **options}) as s, model.session(**{"profile": "fast", **options}) as other:
+                assert (s.stats().kv_format, s.stats().index_kind) == (kv, index) and other.stats().kv_format == kv
+                s.set_profile(0)
+                with s.fork() as fork:
+                    assert fork.stats().kv_format == kv, "formats are for life"
+        dense = "profile" in options or calibration
+        assert len(lines) == (0 if dense else 1) and all("selector auto is minmax without virtual tokens" in line for line in lines)
+        assert all(("is int8" in line) == (name == "tiny-q8.hsr") for line in lines)
+
+
+def test_auto_without_a_calibration_is_what_it_says(paths):
+    few = Profile(budget=64, virtual_tokens=True)
+    with hs.load(paths / "tiny-q8.hsr", threads=1, calibration=False) as model:
+        got = run(model, [LENGTH - 20] + [1] * 20, Rules(), few)
+        said = replace(few, selector="minmax", virtual_tokens=False)
+        assert np.array_equal(got, run(model, [LENGTH - 20] + [1] * 20, Rules(), said, kv="int8"))
 
 
 def test_requests_of_different_profiles_share_a_step(paths):

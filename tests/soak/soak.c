@@ -435,6 +435,7 @@ static void act_create(client *c)
         return;
     user *u = new_user(c);
     u->session = s;
+    o.kv_format = stats_of(c, u).kv_format;     /* what AUTO became: some acts depend on it */
     script_begin(&u->script, &o);
 }
 

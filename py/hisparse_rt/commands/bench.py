@@ -281,7 +281,7 @@ def _engine(args: argparse.Namespace) -> dict[str, Any]:
 def _open(args: argparse.Namespace) -> Model:
     from ..load import load
 
-    return load(args.model, threads=args.threads, **_engine(args))
+    return load(args.model, threads=args.threads, log=common.spoken_log(), **_engine(args))
 
 
 def _fitting(model: Model, args: argparse.Namespace) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import math
 import os
 import re
@@ -129,7 +130,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
                        help="why pages are read from the cold file before they are needed: groups, rising, query; the last reads what the "
                             "next layer is guessed to select, half of which was measured to be wasted (default: groups,rising)")
     group.add_argument("--kv", choices=KV_FORMATS, default="auto",
-                       help="key-value format; auto is f32 for f32 models, else bf16 (default: auto)")
+                       help="key-value format; auto is f32 for f32 models, else bf16, or int8 where a sparse profile finds no calibration "
+                            "(default: auto)")
     group.add_argument("--profile", default="exact", metavar="NAME|FILE",
                        help="how to attend: a preset (exact, balanced, fast, long-document, chat, classic) or a JSON file of settings, "
                             'such as {"preset": "fast", "late": "estimate"}, which does not wait for pages in cold storage '
@@ -182,7 +184,21 @@ def open_model(args: argparse.Namespace) -> Model:
     return load(args.model, threads=args.threads, isa=args.isa, ram=args.ram, hot=args.hot, warm=args.warm, cold=args.cold,
                 cold_size=args.cold_size, io=args.io, importance=args.importance, prefetch=args.prefetch,
                 prefetch_sources=args.prefetch_sources, readable_tiers=args.readable_tiers, kv=args.kv,
-                profile=args.profile, calibration=args.calibration)
+                profile=args.profile, calibration=args.calibration, log=spoken_log())
+
+
+class _Spoken(logging.Handler):
+    """Says what the library logs as a line on stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(f"hisparse-rt: {record.getMessage()}")
+
+
+def spoken_log() -> logging.Logger:
+    """A logger for `load`: warnings reach the person at the command line."""
+    log = logging.Logger("hisparse-rt", logging.WARNING)
+    log.addHandler(_Spoken())
+    return log
 
 
 def say(text: str) -> None:

@@ -16,7 +16,8 @@ from ..checks import text_content
 from ..errors import InvalidError
 from ..model import Model
 from ..profile import PRESETS, SELECTORS, Profile, as_profile
-from ..session import KV_FORMATS, kv_format
+from ..profile_index import format_of
+from ..session import KV_FORMATS
 from . import common
 
 if TYPE_CHECKING:
@@ -147,7 +148,8 @@ def _usual(args: argparse.Namespace, model: Model, room: int) -> int:
 
 def _profiles(args: argparse.Namespace, model: Model, against_kv: str = "auto") -> dict[str, Profile]:
     """The profiles to compare with dense attention, by name. Dense attention over another key-value format is one of them."""
-    same = args.profile == "exact" and kv_format(args.kv, model.info.dtype) == kv_format(against_kv, model.info.dtype)
+    formats = {format_of(kv, PRESETS["exact"], model.calibrated, model.info.dtype) for kv in (args.kv, against_kv)}
+    same = args.profile == "exact" and len(formats) == 1
     named = ({} if same else {args.profile: args.chosen}) | {name: as_profile(name) for name in args.compare}
     return named or {"balanced": PRESETS["balanced"]}
 

@@ -15,7 +15,7 @@ from ..errors import ContextError, InvalidError
 from ..ids import as_ids
 from ..model import Model
 from ..profile import PRESETS, Profile
-from ..profile_index import index_of, keeps_history
+from ..profile_index import format_of, index_of, keeps_history
 from ..session import Session, SessionStats
 from .index_bytes import index_read
 from .statistics import log_softmax
@@ -58,7 +58,8 @@ class Prompts:
         own = profile.session_options()
         index = index_of(profile, self.model.calibrated) if profile.mode == "sparse" else self._dense_index
         prompt = profile if part != "decode" else self._dense(profile)
-        key = (kv or self.model.kv, index, keeps_history(profile), prompt if part != "decode" else None, *sorted(own.items()))
+        held = format_of(kv or self.model.kv, profile, self.model.calibrated, self.model.info.dtype)
+        key = (held, index, keeps_history(profile), prompt if part != "decode" else None, *sorted(own.items()))
         if key not in self._sessions:
             session = self.model.session(context=len(self.ids) + self.room, kv=key[0], index=index, profile=prompt,
                                          beyond_trained=self.beyond, **own)

@@ -331,7 +331,7 @@ HSR_API hsr_status hsr_engine_get_stats(hsr_engine *engine, hsr_engine_stats *st
 /* ---- profiles ------------------------------------------------------------------------------------------------- */
 
 /* Which rule picks the pages that a query reads. What each needs in the session's index: see HSR_INDEX_*. */
-#define HSR_SELECT_AUTO     0  /* cluster if the model is calibrated, else minmax */
+#define HSR_SELECT_AUTO     0  /* cluster if the model is calibrated, else minmax without virtual tokens, which the log tells once */
 #define HSR_SELECT_SKETCH   1  /* 4-bit sketches of the keys in a calibrated basis */
 #define HSR_SELECT_MEAN     2  /* mean key of each page */
 #define HSR_SELECT_CLASSIC  3  /* mean key of coarse blocks, then of fine blocks inside the best */
@@ -391,7 +391,7 @@ HSR_API hsr_status hsr_profile_register(hsr_engine *engine, const hsr_profile *p
 
 /* ---- sessions ------------------------------------------------------------------------------------------------- */
 
-#define HSR_KV_AUTO 0 /* f32 for models of dtype f32, else bf16 */
+#define HSR_KV_AUTO 0 /* f32 for models of dtype f32, else bf16, or int8 if the session's profile is sparse and the model not calibrated */
 #define HSR_KV_F32  1
 #define HSR_KV_BF16 2
 #define HSR_KV_INT8 3    /* sealed pages at 8 bits per value, half of bf16 */
@@ -733,7 +733,8 @@ typedef struct hsr_plan_result {
 
 /** What n_sessions sessions (1..65536) with these options, each filled to its context, need, and whether an engine with these options
  *  admits them: counted by the functions that admit. Needs no model file: `model` may be filled from a configuration. A format or an index
- *  that needs a calibration is planned as if there were one; index_kind AUTO is planned as NONE, since `profile` is of no engine yet.
+ *  that needs a calibration is planned as if there were one. `profile` is of no engine yet, so AUTO is planned as for dense sessions:
+ *  index_kind as NONE, kv_format as plain.
  *  @param model    vocab_size, hidden_size, n_layers, n_heads, n_kv_heads, head_dim, context_length and weight_dtype are needed.
  *                  intermediate_size 0 is taken as 4 * hidden_size, rotary_dim 0 as head_dim, weight_bytes and n_params as they are
  *  @param engine   NULL: defaults. hot_bytes 0 looks at the memory available now, as creating the engine would
