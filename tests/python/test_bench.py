@@ -488,8 +488,8 @@ def test_the_picture(path, tmp_path) -> None:
 
 
 def test_a_picture_without_matplotlib(monkeypatch) -> None:
-    from hisparse_rt.bench import plot
+    from hisparse_rt import picture
 
-    monkeypatch.setattr(plot.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(picture.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"hisparse_rt\[bench\]"):
-        plot.check("x.svg")
+        picture.check("x.svg")

@@ -322,6 +322,17 @@ def test_the_command(path, tmp_path):
     assert list(json.loads(same.stdout)["profiles"]) == ["balanced"]
 
 
+def test_a_picture_of_a_curve(path, tmp_path):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "text.txt").write_text(TEXT)
+    options = ("--text", tmp_path / "text.txt", "--context", 1000, "--tokens", 4, "--selectors", "oracle,random", "--budgets", "16,100000")
+    done = shell.run("eval", "curve", path, *options, "--plot", tmp_path / "curve.svg")
+    assert done.returncode == 0, done.stderr
+    drawn = (tmp_path / "curve.svg").read_text()
+    assert all(f"<!-- {name} -->" in drawn for name in ("oracle", "random", "dense"))
+    shell.fails("eval", "curve", path, *options, "--plot", tmp_path / "curve.bmp", text=r"a picture is one of \.svg")
+
+
 def test_defaults_fit_the_model(tmp_path):
     """Without lengths a command measures what the model was trained for."""
     cfg = tiny.config(max_position_embeddings=2048)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import progress
+from .. import picture, progress
 from ..bench import bounds, ceilings, job, plot, programs, report, together
 from ..bench.job import Options, Point
 from ..bench.programs import MeasureError, Program
@@ -259,7 +259,7 @@ def _check(args: argparse.Namespace) -> dict[str, str]:
     if args.peer_model is not None and not os.path.isfile(args.peer_model):
         raise FileMissingError(f"{args.peer_model}: no such file", sys_code=2)
     if args.plot is not None:
-        plot.check(args.plot)
+        picture.check(args.plot)
     for name, stdout in ((args.json, True), (args.plot, False), (args.save, False)):
         if name is not None:
             common.check_output(name, sources=_sources(args), stdout=stdout)

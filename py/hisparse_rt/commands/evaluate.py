@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import progress
+from .. import picture, progress
 from ..calibration import beside, read_calibration
 from ..checks import text_content
 from ..errors import InvalidError
@@ -133,6 +133,7 @@ def _add_curve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--selectors", type=common.checked(_names(known)), metavar="NAME,NAME", help="(default: all that the model allows)")
     parser.add_argument("--budgets", type=common.counts(16), default=[512, 1024, 2048], metavar="N,N",
                         help="(default: 512,1024,2048)")
+    parser.add_argument("--plot", metavar="FILE", help="also draw quality against speed and bytes, as .svg, .png or .pdf")
 
 
 def _open(args: argparse.Namespace) -> Model:
@@ -238,6 +239,7 @@ def _share(value: float) -> str:
 def _curve(args: argparse.Namespace) -> int:
     from ..eval.curve import CALIBRATED, curve
 
+    _check_plot(args)
     texts = _texts(args, max(args.context or [_USUAL]) + args.tokens + 1)
     with _open(args) as model, progress.bar("evaluating", "run") as report:
         contexts = args.context or [_usual(args, model, args.tokens)]
@@ -245,7 +247,19 @@ def _curve(args: argparse.Namespace) -> int:
         base = args.chosen if args.chosen.mode == "sparse" else PRESETS["balanced"]
         result = curve(model, texts, base, selectors=args.selectors or usable, budgets=args.budgets, contexts=contexts,
                        tokens=args.tokens, beyond_trained=args.beyond_trained, report=report)
-    return _print(args, result, _curve_table)
+    code = _print(args, result, _curve_table)
+    if args.plot is not None:
+        from ..eval import plot
+
+        with common.output_file(args.plot, sources=(args.model, *args.text)) as file:
+            plot.draw(result, args.plot, file)
+    return code
+
+
+def _check_plot(args: argparse.Namespace) -> None:
+    if args.plot is not None:
+        picture.check(args.plot)
+        common.check_output(args.plot, sources=(args.model, *args.text))
 
 
 def _curve_table(result: dict[str, Any]) -> str:
