@@ -318,6 +318,20 @@ def test_bytes_and_operations() -> None:
     assert [bounds.level(isa, dtype) for isa, dtype in (("amx", "q8"), ("amx", "f32"), ("avx2", "f32"))] == ["amx", "avx512", "avx2"]
 
 
+def test_bounds_of_a_sparse_profile_count_what_it_reads(path, tmp_path) -> None:
+    """By hand, from the statistics: attended tokens, and the index, of which minmax scans all."""
+    (tmp_path / "p.json").write_text('{"selector": "minmax", "budget": 64, "window_size": 64, "dense_below": 0}')
+    options = ("--depths", "1000", "--repeats", 1, "--decode-tokens", 3, "--profile", tmp_path / "p.json", "--no-calibrate", "--json", "-")
+    written = json.loads(run("bench", path, *options).stdout)
+    _prefill, decode = written["rows"]
+    stats = decode["details"]["session"]
+    assert stats["sparse_rows"] and stats["attended_tokens"] <= 64 + 64 + 128 and stats["index_bytes"] > 0
+    n_bytes = 4 * (2 * LAYER_WEIGHTS + 5 * 64 + 320 * 64 + KV_COMPONENTS * stats["attended_tokens"]) + stats["index_bytes"]
+    (read,) = written["ceilings"]["read"]
+    assert read["bytes"] == pytest.approx(n_bytes, abs=1)
+    assert decode["bound"] == pytest.approx(read["bytes_per_second"] / read["bytes"])
+
+
 class FixedCeilings(ceilings.Ceilings):
     def __init__(self) -> None:
         super().__init__(Path("none"), 2, "amx")
@@ -328,11 +342,13 @@ class FixedCeilings(ceilings.Ceilings):
 def test_rows_by_hand() -> None:
     shape = bounds.Shape(1, 2, 1, 16, 1000, 5000, "q4")
     samples, options = Samples(), Options(decode_tokens=3, threads=2)
-    one, many, unmeasured = Point(10), Point(10, 4), Point(20)
+    one, many, unmeasured, sparse = Point(10), Point(10, 4), Point(20), Point(30)
     for prefill, decode in ((1e6, 100.0), (3e6, 300.0), (2e6, 900.0)):
         samples.runs["ours", one].append({"prefill": prefill, "decode": decode, "kv": "bf16", "kv_bytes": 1})
     samples.runs["ours", many].append({"prefill": 1.0, "decode": 1e6, "kv": "bf16", "kv_bytes": 4})
+    samples.runs["ours", sparse].append({"prefill": 1.0, "decode": 1.0, "kv": "bf16", "kv_bytes": 1, "bytes_read": 77})
     samples.runs["slow", one].append({"prefill": 1e5, "decode": 600.0, "kv": "f16"})
+    assert report.step_bytes(shape, samples, sparse, options) == 5077
     prefill, blank, decode, batch, _ = report.rows(shape, samples, [one, many, unmeasured], ["slow"], options, FixedCeilings())
     assert (prefill["ours"], prefill["ratio"], prefill["kv"]) == (2e6, 20.0, "bf16")
     assert prefill["bound"] == 3e12 / (2000 + 4 * 2 * 16 * 11 / 2) and prefill["of_bound"] == 2e6 / prefill["bound"]

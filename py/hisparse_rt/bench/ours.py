@@ -11,7 +11,7 @@ from ..errors import HisparseError
 from ..load import load
 from . import turns
 from .peers.protocol import serve
-from .sessions import Clock, bar, decode, opened, p99, plain, warm_up
+from .sessions import Clock, bar, bytes_read, decode, opened, p99, plain, warm_up
 
 
 def probe() -> dict[str, Any]:
@@ -39,7 +39,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
         return {
             "prefill": details["computed_tokens"] / details["prefill_seconds"] if details["prefill_seconds"] else None,
             "decode": len(sessions) * job["decode_tokens"] / sum(done.steps),
-            "kv": stats[0].kv_format, "kv_bytes": sum(one.kv_bytes for one in stats),
+            "kv": stats[0].kv_format, "kv_bytes": sum(one.kv_bytes for one in stats), "bytes_read": bytes_read(sessions[0]),
             "details": details | {
                 "first_step_seconds": done.first,
                 "wait_share": done.waited / sum(done.steps),

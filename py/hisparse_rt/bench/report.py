@@ -17,8 +17,10 @@ Row = dict[str, Any]
 def step_bytes(shape: Shape, samples: Samples, point: Point, options: Options) -> int | None:
     """Bytes that a decoding step reads in the middle of the decoded tokens; None if ours was not measured there."""
     runs = samples.runs.get((OURS, point))
-    if not runs or options.engine.get("profile", "exact") != "exact":
-        return None  # how much a sparse profile reads depends on what it finds
+    if not runs:
+        return None
+    if runs[-1].get("bytes_read") is not None:  # sparse: what was attended, and what choosing that looked at
+        return round(decode_bytes(shape, runs[-1]["bytes_read"], point.batch))
     held = runs[-1].get("kv_bytes", 0) / point.batch
     kv = kv_bytes(shape, runs[-1]["kv"], point.depth + (options.decode_tokens + 1) / 2, held)
     return round(decode_bytes(shape, kv, point.batch))

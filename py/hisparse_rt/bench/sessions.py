@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import progress
+from ..eval.forced import bytes_per_token
 from ..model import Model
+from ..profile import as_profile
 from ..session import Session
 from ..stream import Stream
 
@@ -77,6 +79,14 @@ def _restored(model: Model, job: dict[str, Any], options: dict[str, Any]) -> tup
     with bar(job, "restoring", "B") as shown, Clock() as clock:
         sessions = [model.restore(job["restore"], **known, progress=part(shown, i, n)) for i in range(n)]
     return sessions, {"prefill_seconds": None, "computed_tokens": 0, "restore_seconds": clock.seconds}
+
+
+def bytes_read(session: Session) -> float | None:
+    """Key, value and index bytes that the last token read, about; None if it was computed densely."""
+    stats, profile = session.stats(), session.model.profile
+    if not stats.sparse_rows or isinstance(profile, int):
+        return None
+    return bytes_per_token(session, stats.attended_tokens, as_profile(profile))
 
 
 def plain(stats: Any) -> dict[str, Any]:

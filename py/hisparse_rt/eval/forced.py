@@ -109,12 +109,12 @@ def _covered(before: SessionStats, after: SessionStats) -> float:
     return (after.covered_mean * after.sparse_rows - earlier) / rows if rows else math.nan
 
 
-def bytes_per_token(session: Session, run: Forced, profile: Profile) -> float:
+def bytes_per_token(session: Session, attended: float, profile: Profile) -> float:
     """Key, value and index bytes that one decoded token reads, about: what it attends, and what its selector looks at."""
     info, stats = session.model.info, session.stats()
     each = _PLAIN_BYTES.get(stats.kv_format) or _CODE_BYTES.get(stats.kv_format, 2)
-    attended = run.attended * 2 * each * info.head_dim * info.n_layers * info.n_kv_heads
-    return attended + index_read(profile, info, stats, session.model.calibrated)
+    key_values = attended * 2 * each * info.head_dim * info.n_layers * info.n_kv_heads
+    return key_values + index_read(profile, info, stats, session.model.calibrated)
 
 
 def check_length(model: Model, tokens: int, beyond_trained: bool) -> None:

@@ -55,7 +55,7 @@ def perplexity(
                     decoding_by = PRESETS["exact"] if part == "prefill" else profile
                     with prompts.fork(profile, part=part) as session:
                         run, true = _run(session, shown, decoding_by, truth)
-                        size = bytes_per_token(session, run, decoding_by)
+                        size = bytes_per_token(session, run.attended, decoding_by)
                     runs[name].append(compare(dense.logprobs, run.logprobs, following))
                     facts[name].append((run.covered, run.attended, size, run.seconds / tokens, _loss(run.logprobs, following), true))
                     done = _told(report, done, total)
