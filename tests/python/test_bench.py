@@ -26,7 +26,7 @@ from shell import command, fails, run
 
 pytestmark = pytest.mark.slow  # of the front and the tools; what it runs in C the other tests run too
 
-ROW_KEYS = {"work", "depth", "batch", "dtype", "kv", "ours", "peers", "ratio", "bound", "of_bound", "runs", "details"}
+ROW_KEYS = {"work", "depth", "batch", "dtype", "kv", "ours", "peers", "ratio", "bound", "of_bound", "runs", "details", "kl"}
 
 # Of the tiny model: 2 layers, hidden 64, intermediate 96, 4 heads and 2 kv heads of 16, vocabulary 320.
 LAYER_WEIGHTS = (4 + 2 * 2) * 16 * 64 + 64 * 4 * 16 + 2 * 96 * 64 + 64 * 96
@@ -316,6 +316,25 @@ def test_bytes_and_operations() -> None:
     assert bounds.decode_bytes(shape, 188_743_680, 1) == 278_743_680
     assert bounds.decode_bytes(shape, 1_000_000, 8) == 98_000_000
     assert [bounds.level(isa, dtype) for isa, dtype in (("amx", "q8"), ("amx", "f32"), ("avx2", "f32"))] == ["amx", "avx512", "avx2"]
+
+
+def test_distance_beside_speed(path, tmp_path) -> None:
+    """That of `eval ppl` after the longest prompt, in rows of decoding under a sparse profile."""
+    (tmp_path / "p.json").write_text('{"selector": "random", "budget": 64, "window_size": 64, "dense_below": 0}')
+    asked = ("--profile", tmp_path / "p.json", "--no-calibrate", "--threads", 1)
+    options = ("--depths", "100", "--repeats", 1, "--decode-tokens", 2, "--kl", "--json", tmp_path / "report.json")
+    done = run("bench", path, *options, *asked)
+    prefill, decode = (written := json.loads((tmp_path / "report.json").read_text()))["rows"]
+    assert done.stdout.splitlines()[0].split()[-1] == "KL" and done.stdout.splitlines()[2].split()[-1] == f"{decode['kl']:.4f}"
+    context, tokens = written["kl"]["context"], written["kl"]["tokens"]
+    assert prefill["kl"] is None and (context, tokens) == (1024 - 64, 64)
+    said = run("eval", "ppl", path, *asked, "--context", context, "--tokens", tokens, "--json")
+    (wanted,) = json.loads(said.stdout)["profiles"].values()
+    assert decode["kl"] == wanted["kl_mean"] > 0
+    done = run("bench", path, *options[:-2], *asked[2:], "--compare", tmp_path / "p.json")
+    exact, sparse = (line.split()[-1] for line in done.stdout.splitlines()[1:])
+    assert (exact, sparse) == ("-", f"{decode['kl']:.4f}"), done.stderr
+    fails("bench", path, "--depths", 8, "--kl", text="--kl is of sparse profiles, and all are dense")
 
 
 def test_bounds_of_a_sparse_profile_count_what_it_reads(path, tmp_path) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from .bounds import Shape, decode_bytes, kv_bytes, prefill_operations
 from .ceilings import Ceilings
+from .distance import columns
 from .job import Options, Point
 from .programs import OURS
 from .rounds import Samples
@@ -64,7 +65,7 @@ def table(found: list[Row], kv_of_peers: dict[str, str]) -> str:
     """The rows for people. `kv_of_peers` has the peers in the order of the columns."""
     heads = ["work", "depth", "ours (kv)", *(f"{name} ({kv})" for name, kv in kv_of_peers.items()), *(["ratio"] if kv_of_peers else []),
              "bound", "of bound"]
-    return lines([heads] + [_cells(row, list(kv_of_peers)) for row in found])
+    return lines(columns([heads] + [_cells(row, list(kv_of_peers)) for row in found], found))
 
 
 def lines(cells: list[list[str]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from .distance import columns
 from .report import lines
 from .sessions import p99
 
@@ -51,8 +52,9 @@ def table(found: list[Row]) -> str:
     profile, depth = found[0]["profile"], found[0]["depth"]
     heads = ["profile", "depth", "sessions", "median ms", "mean", "p99", "tok/s", f"speed/{profile}", f"time/{depth}",
              "attention ms", f"attention/{profile}", "selecting"]
-    return lines([heads] + [[
+    cells = [[
         row["profile"], str(row["depth"]), str(row["batch"]), *(f"{row[name]:.2f}" for name in ("median_ms", "mean_ms", "p99_ms")),
         f"{row['ours']:.1f}", f"{row['speed_ratio']:.2f}x", f"{row['time_ratio']:.2f}x", f"{row['attention_ms']:.2f}",
         f"{row['attention_ratio']:.2f}x", f"{100 * row['select_share']:.0f} %",
-    ] for row in found])
+    ] for row in found]
+    return lines(columns([heads, *cells], found))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import picture, progress
-from ..bench import bounds, ceilings, job, plot, programs, report, together
+from ..bench import bounds, ceilings, distance, job, plot, programs, report, together
 from ..bench.job import Options, Point
 from ..bench.programs import MeasureError, Program
 from ..bench.rounds import Limits, Rounds, Samples, failed_entirely
@@ -67,6 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="prompt tokens per step (default: %(default)s)")
     parser.add_argument("--text", metavar="FILE", help="text to use as the prompt (default: Python's own standard library)")
     parser.add_argument("--beyond-trained", action="store_true", help="allow depths above the length the model was trained for")
+    parser.add_argument("--kl", action="store_true",
+                        help="put the distance of sparse profiles to dense attention beside their speed: the KL of some tokens of a "
+                             "text after 24K, or what the model was trained for; computing that prompt takes a while")
     _add_together(parser)
     _add_rounds(parser)
     _add_peers(parser)
@@ -120,6 +123,8 @@ class _Setting:
     restored: int | None
     """Tokens in the file of --restore."""
     options: Options
+    kl: dict[str, Any] | None
+    """Of --kl."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,6 +135,7 @@ def run(args: argparse.Namespace) -> int:
     common.say(f"{facts['arch']} {facts['dtype']}, {facts['parameters'] / 1e6:.0f}M parameters; {stats.isa}, {stats.n_threads} threads; "
                f"median of {args.repeats}; load average {facts['load_average'][0]:.1f}")
     everything, table = _measure_together(args, setting) if args.together else _measure_apart(args, setting, pythons)
+    everything["kl"] = setting.kl
     facts["load_average"].append(_load_average())
     _write(args, facts | {"isa": stats.isa, "threads": stats.n_threads} | everything, table)
     return 0
@@ -148,7 +154,13 @@ def _setting(args: argparse.Namespace) -> _Setting:
             facts=_facts(model, args), shape=bounds.shape_of(model), stats=stats, source=os.fsdecode(model.file),
             ids=job.prompt(model, n_ids + 1, args.text), depths=depths, restored=restored,
             options=Options(args.decode_tokens, stats.n_threads, _engine(args), session, fill=args.fill is not None,
-                            save=_absolute(args.save), restore=_absolute(args.restore)))
+                            save=_absolute(args.save), restore=_absolute(args.restore)),
+            kl=_distances(model, args) if args.kl else None)
+
+
+def _distances(model: Model, args: argparse.Namespace) -> dict[str, Any]:
+    with progress.bar("comparing with dense attention", "run") as shown:
+        return distance.measure(model, _profiles(args), args.text, shown)
 
 
 def _measure_apart(args: argparse.Namespace, setting: _Setting, pythons: dict[str, str]) -> tuple[dict[str, Any], str]:
@@ -175,6 +187,7 @@ def _measure_apart(args: argparse.Namespace, setting: _Setting, pythons: dict[st
     if reason is not None:
         raise MeasureError(f"nothing was measured: {reason}")
     found = report.rows(shape, samples, points, [peer.name for peer in peers], options, machine)
+    distance.beside(found, setting.kl, args.profile)
     return {
         "version": ours.facts["version"], "peers": {peer.name: peer.facts for peer in peers},
         "peer_model": programs.model_facts(args.peer_model) if peers else None, "ceilings": machine.facts() if machine else None,
@@ -192,6 +205,7 @@ def _measure_together(args: argparse.Namespace, setting: _Setting) -> tuple[dict
     answer = ours.measure(job.make_turns(ours.model, setting.ids, setting.depths, setting.restored, turns, setting.options),
                           min(limits, default=None))
     found = together.rows(answer, setting.shape.dtype)
+    distance.beside(found, setting.kl)
     return {"version": ours.facts["version"], "rows": found} | {
         name: answer[name] for name in ("opened", "engine", "rss_peak_bytes")}, together.table(found)
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import picture, progress
@@ -155,17 +154,10 @@ def _profiles(args: argparse.Namespace, model: Model, against_kv: str = "auto") 
     return named or {"balanced": PRESETS["balanced"]}
 
 
-def _library(characters: int) -> str:
-    text = ""
-    for path in sorted(Path(os.__file__).parent.glob("*.py"), reverse=True):  # from the other end than calibration's default
-        text += path.read_text("utf-8", "replace")
-        if len(text) >= characters:
-            break
-    return text
-
-
 def _texts(args: argparse.Namespace, tokens: int) -> dict[str, str]:
-    return {name: text_content(name) for name in args.text} or {"standard library": _library(8 * tokens)}
+    from ..eval.forced import library_text
+
+    return {name: text_content(name) for name in args.text} or {"standard library": library_text(8 * tokens)}
 
 
 def _print(args: argparse.Namespace, result: dict[str, Any], table: Callable[[dict[str, Any]], str]) -> int:
@@ -270,9 +262,10 @@ def _curve_table(result: dict[str, Any]) -> str:
 
 
 def _needle(args: argparse.Namespace) -> int:
+    from ..eval.forced import library_text
     from ..eval.needle import ROOM, retrieve
 
-    text = _library(8 * max(args.lengths or [_USUAL])) if args.text is None else text_content(args.text)
+    text = library_text(8 * max(args.lengths or [_USUAL])) if args.text is None else text_content(args.text)
     with _open(args) as model, progress.bar("evaluating", "prompt") as report:
         lengths = args.lengths or [_usual(args, model, ROOM)]
         result = retrieve(model, text, _profiles(args, model), lengths=lengths, depths=args.depths, kinds=args.kinds, seed=args.seed,
@@ -297,11 +290,11 @@ def _needle_table(result: dict[str, Any]) -> str:
 
 def _recall(args: argparse.Namespace) -> int:
     from ..eval.estimates import RULES
-    from ..eval.forced import text_ids
+    from ..eval.forced import library_text, text_ids
     from ..eval.recall import recall
     from ..tools.calibrate import attention_scale
 
-    text = _library(8 * (args.context or _USUAL)) if args.text is None else text_content(args.text)
+    text = library_text(8 * (args.context or _USUAL)) if args.text is None else text_content(args.text)
     with _open(args) as model, progress.bar("evaluating", "layer") as report:
         context = args.context or _usual(args, model, 0)
         calibration = _calibration(args, model)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -121,6 +123,16 @@ def check_length(model: Model, tokens: int, beyond_trained: bool) -> None:
     """ContextError for a length that the model was not trained for."""
     if tokens > model.info.context_length and not beyond_trained:
         raise ContextError(f"{tokens} tokens pass the {model.info.context_length} the model was trained for; beyond_trained allows it")
+
+
+def library_text(characters: int) -> str:
+    """So much of Python's own standard library, or a little more."""
+    text = ""
+    for path in sorted(Path(os.__file__).parent.glob("*.py"), reverse=True):  # from the other end than calibration's default
+        text += path.read_text("utf-8", "replace")
+        if len(text) >= characters:
+            break
+    return text
 
 
 def text_ids(model: Model, text: str, n: int, name: str) -> Ids:
