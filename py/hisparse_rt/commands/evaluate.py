@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .. import picture, progress
-from ..calibration import beside, read_calibration
 from ..checks import text_content
-from ..errors import InvalidError
 from ..model import Model
 from ..profile import PRESETS, SELECTORS, Profile, as_profile
 from ..profile_index import format_of
@@ -20,8 +18,6 @@ from ..session import KV_FORMATS
 from . import common
 
 if TYPE_CHECKING:
-    from ..calibration import Calibration
-    from ..eval.estimates import Setting
     from ..eval.recall import Truth
 
 HELP = "measure how close sparse attention comes to dense attention"
@@ -116,20 +112,22 @@ def _add_needle(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_recall(parser: argparse.ArgumentParser) -> None:
-    from ..eval.estimates import RULES
-
     parser.add_argument("--text", metavar="FILE", help="text to attend (default: Python's own standard library)")
     parser.add_argument("--context", type=common.whole(2048), metavar="N", help=f"tokens {_USUAL_HELP}")
     parser.add_argument("--queries", type=common.whole(1), default=16, metavar="N", help="positions to look from (default: %(default)s)")
     parser.add_argument("--budget", type=common.whole(16), metavar="N", help="tokens to choose (default: the profile's)")
-    parser.add_argument("--rules", type=common.checked(_names(tuple(RULES))), metavar="RULE,RULE",
-                        help=f"of {', '.join(RULES)} (default: all)")
+    _add_selectors(parser)
+
+
+def _add_selectors(parser: argparse.ArgumentParser) -> None:
+    known = tuple(name for name in SELECTORS if name != "auto")
+    parser.add_argument("--selectors", type=common.checked(_names(known)), metavar="NAME,NAME",
+                        help=f"of {', '.join(known)} (default: all that the model allows)")
 
 
 def _add_curve(parser: argparse.ArgumentParser) -> None:
     _add_text(parser, 128)
-    known = tuple(name for name in SELECTORS if name != "auto")
-    parser.add_argument("--selectors", type=common.checked(_names(known)), metavar="NAME,NAME", help="(default: all that the model allows)")
+    _add_selectors(parser)
     parser.add_argument("--budgets", type=common.counts(16), default=[512, 1024, 2048], metavar="N,N",
                         help="(default: 512,1024,2048)")
     parser.add_argument("--plot", metavar="FILE", help="also draw quality against speed and bytes, as .svg, .png or .pdf")
@@ -196,12 +194,6 @@ def _truth(args: argparse.Namespace, model: Model) -> Truth | None:
     return Truth(attention_scale(model), args.truth) if args.truth else None
 
 
-def _calibration(args: argparse.Namespace, model: Model) -> Calibration | None:
-    """What the model was loaded with, for rules in NumPy."""
-    path = args.calibration or beside(os.fsdecode(model.file))
-    return read_calibration(path, model.metadata("hisparse.source")) if model.calibrated and os.path.exists(path) else None
-
-
 def _ppl_table(result: dict[str, Any]) -> str:
     rows = [_measured(name, row) for name, row in result["profiles"].items()]
     return _heading(result, "profile") + "".join(rows)
@@ -229,15 +221,13 @@ def _share(value: float) -> str:
 
 
 def _curve(args: argparse.Namespace) -> int:
-    from ..eval.curve import CALIBRATED, curve
+    from ..eval.curve import curve
 
     _check_plot(args)
     texts = _texts(args, max(args.context or [_USUAL]) + args.tokens + 1)
     with _open(args) as model, progress.bar("evaluating", "run") as report:
         contexts = args.context or [_usual(args, model, args.tokens)]
-        usable = [name for name in SELECTORS if name != "auto" and (model.calibrated or name not in CALIBRATED)]
-        base = args.chosen if args.chosen.mode == "sparse" else PRESETS["balanced"]
-        result = curve(model, texts, base, selectors=args.selectors or usable, budgets=args.budgets, contexts=contexts,
+        result = curve(model, texts, _sparse(args), selectors=args.selectors or _usable(model), budgets=args.budgets, contexts=contexts,
                        tokens=args.tokens, beyond_trained=args.beyond_trained, report=report)
     code = _print(args, result, _curve_table)
     if args.plot is not None:
@@ -246,6 +236,18 @@ def _curve(args: argparse.Namespace) -> int:
         with common.output_file(args.plot, sources=(args.model, *args.text)) as file:
             plot.draw(result, args.plot, file)
     return code
+
+
+def _sparse(args: argparse.Namespace) -> Profile:
+    """What selectors and budgets are put into."""
+    chosen: Profile = args.chosen
+    return chosen if chosen.mode == "sparse" else PRESETS["balanced"]
+
+
+def _usable(model: Model) -> list[str]:
+    from ..eval.curve import CALIBRATED
+
+    return [name for name in SELECTORS if name != "auto" and (model.calibrated or name not in CALIBRATED)]
 
 
 def _check_plot(args: argparse.Namespace) -> None:
@@ -289,37 +291,25 @@ def _needle_table(result: dict[str, Any]) -> str:
 
 
 def _recall(args: argparse.Namespace) -> int:
-    from ..eval.estimates import RULES
     from ..eval.forced import library_text, text_ids
     from ..eval.recall import recall
     from ..tools.calibrate import attention_scale
 
     text = library_text(8 * (args.context or _USUAL)) if args.text is None else text_content(args.text)
-    with _open(args) as model, progress.bar("evaluating", "layer") as report:
-        context = args.context or _usual(args, model, 0)
-        calibration = _calibration(args, model)
-        rules = args.rules or [name for name in RULES if calibration is not None or name != "sketch"]
-        result = recall(model, text_ids(model, text, context, args.text or "the default text"), calibration, attention_scale(model),
-                        rules=rules, setting=_setting(args), queries=args.queries, beyond_trained=args.beyond_trained, report=report)
-    return _print(args, result, _recall_table)
-
-
-def _setting(args: argparse.Namespace) -> Setting:
-    from ..eval.estimates import Setting
-
-    budget = args.budget or args.chosen.budget
-    if budget % 16:
-        raise InvalidError(f"--budget is {budget}, allowed are multiples of 16")
-    own = args.chosen.session_options()
-    return Setting(budget, own.get("sink_size", Setting.sink), own.get("window_size", Setting.window))
+    with _open(args) as model, progress.bar("evaluating", "selector") as report:
+        ids = text_ids(model, text, args.context or _usual(args, model, 0), args.text or "the default text")
+        base = replace(_sparse(args), dense_below=0)
+        base = base if args.budget is None else replace(base, budget=args.budget)
+        profiles = {name: replace(base, selector=name) for name in args.selectors or _usable(model)}
+        result = recall(model, ids, attention_scale(model), profiles, queries=args.queries, beyond_trained=args.beyond_trained,
+                        report=report)
+    return _print(args, result | {"budget": base.budget}, _recall_table)
 
 
 def _recall_table(result: dict[str, Any]) -> str:
-    rules = list(result["mean"])
-    lines = [f"attention found by {result['budget']} tokens besides sink {result['sink']} and window {result['window']}, "
-             f"of {result['tokens']}", "layer" + "".join(f"{rule:>10}" for rule in rules)]
-    for layer in result["layers"]:
-        lines.append(f"{layer['layer']:<5}" + "".join(f"{layer['mean'][rule]['recall']:10.4f}" for rule in rules))
-    for label, name in (("mean", "recall"), ("error", "error"), ("virt.", "error_virtual")):
-        lines.append(f"{label:<5}" + "".join(f"{result['mean'][rule][name]:10.4f}" for rule in rules))
+    names = list(result["mean"])
+    lines = [f"share of the attention that a budget of {result['budget']} tokens reads of {result['tokens']}, sink and window included; "
+             "oracle: as many of the best slices", "layer " + "".join(f"{name:>10}{'oracle':>8}" for name in names)]
+    rows = [(str(layer["layer"]), layer["mean"]) for layer in result["layers"]] + [("mean", result["mean"])]
+    lines += [f"{label:<6}" + "".join(f"{mean[name]['recall']:10.4f}{mean[name]['oracle']:8.4f}" for name in names) for label, mean in rows]
     return "\n".join(lines) + "\n"

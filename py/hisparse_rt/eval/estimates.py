@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selection rules in NumPy, on the keys, values and queries of one key-value head: what each would read, and what that misses.
+"""Attention of one key-value head in NumPy, and rules on its keys, values and queries: what each would read, and what that misses.
 
-Slow and plain. Calibration classifies layers with it, and `eval recall` compares rules with the oracle.
+Slow and plain. Calibration classifies layers with the rules; `eval` tells with the attention what was really read.
 """
 from __future__ import annotations
 
@@ -75,28 +75,6 @@ def gaussian(head: Head, q: Array, n_pages: int) -> Array:
     return _each_unit(q @ head.mean[:n_pages].T + _SPREAD * (q * q) @ variance[:n_pages].T)
 
 
-def mean(head: Head, q: Array, n_pages: int) -> Array:
-    return _each_unit(q @ head.mean[:n_pages].T)
-
-
-def minmax(head: Head, q: Array, n_pages: int) -> Array:
-    units = head.keys.reshape(-1, UNIT, head.keys.shape[1])
-    low, high = head.kept("bounds", lambda: (units.min(axis=1), units.max(axis=1)))
-    n = n_pages * (PAGE // UNIT)
-    bound: Array = np.maximum(q, 0) @ high[:n].T + np.minimum(q, 0) @ low[:n].T
-    return bound + np.log(UNIT)
-
-
-def random(head: Head, q: Array, n_pages: int) -> Array:
-    generator = np.random.default_rng(n_pages)
-    return np.broadcast_to(generator.standard_normal(n_pages * (PAGE // UNIT)), (len(q), n_pages * (PAGE // UNIT)))
-
-
-RULES: dict[str, Estimate] = {
-    "oracle": exact, "sketch": sketch, "gaussian": gaussian, "mean": mean, "minmax": minmax, "random": random,
-}
-
-
 def quantised(z: Array, bits: int = 4) -> Array:
     """Sketch components [pages, tokens, components] as their codes mean them: one scale per page and component."""
     half = (1 << bits) / 2
@@ -168,12 +146,22 @@ class Query:
         share: Array = self.weights[:, read].sum(axis=1)
         return share
 
+    def best(self, n: int) -> Array:
+        """As `recall`, of the n slices of 16 tokens that hold the most for all query heads together."""
+        far = self._far_units()
+        share: Array = self.weights[:, self.near].sum(axis=1) + far[:, top(far.sum(axis=0), n)].sum(axis=1)
+        return share
+
+    def _far_units(self) -> Array:
+        """True attention of the slices outside sink and window."""
+        return self.weights[:, self.far].reshape(len(self.q), -1, UNIT).sum(axis=2)
+
     def outcome(self, estimate: Estimate) -> Outcome:
         units = estimate(self.head, self.q, self.end)[:, self.first * (PAGE // UNIT):]
         logs = np.logaddexp(self.near_log, _log_sum(units, 1))
         share = np.exp(units - logs[:, None])
         chosen = top(share.sum(axis=0), self.setting.budget // UNIT)
-        true = self.weights[:, self.far].reshape(len(self.q), -1, UNIT).sum(axis=2)
+        true = self._far_units()
         recall = self.weights[:, self.near].sum(axis=1) + true[:, chosen].sum(axis=1)
         covered = np.exp(self.near_log - logs) + share[:, chosen].sum(axis=1)
         read = self.near.copy()

@@ -1,61 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of the true attention each rule finds, per layer and head, beside an oracle with the same budget."""
+"""How much of the true attention was really read, per layer and head, beside the most that as many tokens can hold."""
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..calibration import Calibration
 from ..errors import InvalidError
 from ..model import Model
 from ..profile import Profile
 from ..session import Captured, Session
-from .estimates import RULES, Head, Query, Setting
-from .forced import Ids, check_length
+from .estimates import Array, Head, Query, Setting
+from .forced import Ids, Prompts, check_length
 
-_KEPT = ("recall", "error", "error_virtual", "covered")
+_STRIDE = 4  # tokens from one query to the next: neighbours look alike
 
 
 def recall(
-    model: Model, ids: Ids, calibration: Calibration | None, scale: float, *, rules: Sequence[str], setting: Setting, queries: int,
-    beyond_trained: bool = False, report: Callable[[int, int], object] | None = None,
+    model: Model, ids: Ids, scale: float, profiles: Mapping[str, Profile], *, queries: int, beyond_trained: bool = False,
+    report: Callable[[int, int], object] | None = None,
 ) -> dict[str, Any]:
-    """Run the model densely over `ids` and let each rule choose for `queries` positions, spread over the last quarter.
-
-    Rules are computed here, from the model's own keys, values and queries, so that every rule sees the same ones.
+    """Decode the end of `ids` under each profile, after the same dense prompt, and look at what the runtime selected for `queries` of its
+    positions: the share of the true attention that was read, and the share that the best slices, as many, would have held.
     """
-    if calibration is None and "sketch" in rules:
-        raise InvalidError("rule sketch needs the model's calibration: run hisparse-rt calibrate first, or leave the rule out")
-    info, n = model.info, len(ids)
-    check_length(model, n, beyond_trained)
-    n = n // 64 * 64
-    if n // 4 < queries or n < 2 * (setting.sink + setting.window + 64):
-        raise InvalidError(f"{n} tokens are too few for {queries} queries with a window of {setting.window}")
-    stride = (n // 4) // queries
-    first = n - stride * queries
-    layers = []
-    with model.session(context=n, kv="auto", profile=0, index="none", beyond_trained=beyond_trained) as session:
-        with session.capture(queries, first=first, stride=stride) as captured:
-            session.append(ids[:n])
-            session.prefill()
-        for layer in range(info.n_layers):
-            keys, values = session.keys(layer), session.values(layer)
-            share = info.n_heads // info.n_kv_heads
-            heads = []
-            for g in range(info.n_kv_heads):
-                basis = _basis(calibration, layer, g)
-                head = Head(np.ascontiguousarray(keys[:, g]), np.ascontiguousarray(values[:, g]), scale, *basis)
-                heads.append(_head(head, captured.queries[layer][:, g * share:(g + 1) * share], first, stride, rules, setting))
-            layers.append({"layer": layer, "heads": heads, "mean": {rule: _mean([head[rule] for head in heads]) for rule in rules}})
+    check_length(model, len(ids), beyond_trained)
+    end, first = len(ids), len(ids) - _STRIDE * queries
+    if first < 1024:
+        raise InvalidError(f"{end} tokens are too few for {queries} queries: there must be 1024 before the first")
+    found = {}
+    with Prompts(model, ids[:first], end - first, profiles.values(), beyond_trained=beyond_trained) as prompts:
+        for done, (name, profile) in enumerate(profiles.items()):
+            with prompts.fork(profile) as session:
+                with session.capture(queries, first=first, stride=_STRIDE, slices=-(-end // 16)) as captured:
+                    for token in ids[first:]:
+                        session.logits([int(token)])
+                found[name] = [[_summary(rows) for rows in layer] for layer in shares(session, captured, scale, first, _STRIDE, profile)]
             if report is not None:
-                report(layer + 1, info.n_layers)
+                report(done + 1, len(profiles))
     return {
-        "tokens": n, "queries": queries, "budget": setting.budget, "window": setting.window, "sink": setting.sink,
-        "mean": {rule: _mean([layer["mean"][rule] for layer in layers]) for rule in rules}, "layers": layers,
+        "tokens": end, "queries": queries, "layers": [
+            {"layer": layer, "heads": [{name: found[name][layer][g] for name in profiles} for g in range(model.info.n_kv_heads)],
+             "mean": {name: _mean(found[name][layer]) for name in profiles}} for layer in range(model.info.n_layers)],
+        "mean": {name: _mean([head for layer in found[name] for head in layer]) for name in profiles},
     }
+
+
+def shares(session: Session, captured: Captured, scale: float, first: int, stride: int, profile: Profile) -> Iterator[list[Array]]:
+    """For each layer and key-value head, of positions first + k * stride: [positions, 2, query heads], shares of the true attention, which
+    was read and which as many slices could have held. Both are 1 where a position was computed densely."""
+    info, own = session.model.info, profile.session_options()
+    setting = Setting(profile.budget, own.get("sink_size", Setting.sink), own.get("window_size", Setting.window))
+    share = info.n_heads // info.n_kv_heads
+    for layer in range(info.n_layers):
+        keys, heads = _whole_pages(session.keys(layer)), []
+        for g in range(info.n_kv_heads):
+            head = Head(keys[:, g], keys[:, g], scale)   # values do not matter for what is read
+            rows = np.ones((captured.n_slices.shape[1], 2, share))
+            for row, count in enumerate(captured.n_slices[layer, :, g]):
+                if count >= 0:
+                    query = Query(head, captured.queries[layer, row, g * share:(g + 1) * share], first + row * stride, setting)
+                    rows[row] = query.recall(captured.slices[layer, row, g, :count]), query.best(int(count))
+            heads.append(rows)
+        yield heads
 
 
 @dataclass(frozen=True)
@@ -67,25 +75,7 @@ class Truth:
 
     def covered(self, session: Session, captured: Captured, first: int, stride: int, profile: Profile) -> float:
         """Mean share of the true attention that was read, over layers, heads and positions first + k * stride of what was captured."""
-        info, own = session.model.info, profile.session_options()
-        setting = Setting(profile.budget, own.get("sink_size", Setting.sink), own.get("window_size", Setting.window))
-        share, found = info.n_heads // info.n_kv_heads, []
-        for layer in range(info.n_layers):
-            keys = _whole_pages(session.keys(layer))
-            for g in range(info.n_kv_heads):
-                # Values do not matter for what is read.
-                head = Head(keys[:, g], keys[:, g], self.scale)
-                for row, count in enumerate(captured.n_slices[layer, :, g]):
-                    if count < 0:   # dense
-                        found.append(1.0)
-                        continue
-                    query = Query(head, captured.queries[layer, row, g * share:(g + 1) * share], first + row * stride, setting)
-                    found.append(query.recall(captured.slices[layer, row, g, :count]).mean())
-        return float(np.mean(found))
-
-
-def _basis(calibration: Calibration | None, layer: int, head: int) -> tuple[Any, Any]:
-    return (None, None) if calibration is None else (calibration.basis_k[layer, head], calibration.basis_q[layer, head])
+        return float(np.mean([rows[:, 0] for layer in shares(session, captured, self.scale, first, stride, profile) for rows in layer]))
 
 
 def _whole_pages(keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -93,19 +83,10 @@ def _whole_pages(keys: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return np.concatenate([keys, np.repeat(keys[-1:], -len(keys) % 64, axis=0)])
 
 
-def _head(head: Head, queries: np.ndarray[Any, Any], first: int, stride: int, rules: Sequence[str], setting: Setting) -> dict[str, Any]:
-    outcomes: dict[str, list[Any]] = {rule: [] for rule in rules}
-    for row in range(len(queries)):
-        query = Query(head, queries[row], first + row * stride, setting)
-        for rule in rules:
-            outcomes[rule].append(query.outcome(RULES[rule]))
-    return {rule: {
-        "recall": float(np.mean([out.recall for out in found])), "recall_of_heads": np.mean([out.recall for out in found], axis=0).tolist(),
-        "covered": float(np.mean([out.covered for out in found])),
-        "error": sum(out.error for out in found) / sum(out.norm for out in found),
-        "error_virtual": sum(out.error_virtual for out in found) / sum(out.norm for out in found),
-    } for rule, found in outcomes.items()}
+def _summary(rows: Array) -> dict[str, Any]:
+    read, best = rows.mean(axis=0)
+    return {"recall": float(read.mean()), "oracle": float(best.mean()), "recall_of_heads": read.tolist(), "oracle_of_heads": best.tolist()}
 
 
-def _mean(parts: Sequence[dict[str, Any]]) -> dict[str, float]:
-    return {name: float(np.mean([part[name] for part in parts])) for name in _KEPT}
+def _mean(parts: list[dict[str, Any]]) -> dict[str, float]:
+    return {name: float(np.mean([part[name] for part in parts])) for name in ("recall", "oracle")}
