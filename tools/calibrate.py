@@ -26,6 +26,7 @@ _QUERY_BYTES = 512 << 20
 _LEAST_STRIDE = 5  # odd, so that queries fall on all places of a page
 _MEASURED = 16  # queries per head
 _BUDGET = 512
+_GAP = 0.04  # of the attention: a layer where the Gaussian misses more wants sketches
 _CHARACTERS = 8  # of a token; it rarely has more
 
 Progress = Callable[[int, int], object]
@@ -90,7 +91,7 @@ def calibrate(model: Model, ids: np.ndarray, progress: Progress | None = None) -
     facts = [fit.facts for fit in fits]
     virtual = np.array([fact.error_virtual < fact.error for fact in facts])
     gap = np.array([fact.recall_sketch - fact.recall_gaussian for fact in facts], np.float32)
-    return Calibration(model.metadata("hisparse.source") or "", *arrays, virtual=virtual, gap=gap), facts
+    return Calibration(model.metadata("hisparse.source") or "", *arrays, virtual=virtual, gap=gap, sketched=gap > _GAP), facts
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 VERSION = 1
 ARCHITECTURE = "hisparse-calibration"
 SUFFIX = ".hsrcal"
+CLASSES = ("gaussian", "sketch")
+"""Of layers, by what finds their attention: a mean and a spread of each page as well as anything, or sketches of single keys only."""
 _PRODUCT_ERROR = 1e-2  # of A B^T against the identity: far above rounding, far below another model's basis
 
 Floats = npt.NDArray[np.float32]
@@ -44,11 +46,15 @@ class Calibration:
     """[n_layers]: virtual tokens reduce the error of the attention output."""
     gap: Floats
     """[n_layers]: share of the attention that a Gaussian estimate misses and the sketch finds."""
+    sketched: npt.NDArray[np.bool_] | None = None
+    """[n_layers]: the gap is wide, the layer's class is "sketch" and not "gaussian". None: a file from before there were classes."""
 
     def __post_init__(self) -> None:
         layers, heads, d = self.basis_k.shape[:3]
         shapes = {"basis_k": (layers, heads, d, d), "basis_q": (layers, heads, d, d), "mean_k": (layers, heads, d),
                   "mean_v": (layers, heads, d), "virtual": (layers,), "gap": (layers,)}
+        if self.sketched is not None:
+            shapes["sketched"] = (layers,)
         for name, shape in shapes.items():
             value = getattr(self, name)
             if value.shape != shape:
@@ -60,6 +66,11 @@ class Calibration:
         worst = np.abs(product - np.eye(d)).max(axis=(1, 2, 3))
         if (worst > _PRODUCT_ERROR).any():
             raise InvalidError(f"basis_k and basis_q of layer {int(worst.argmax())} do not belong together: A B^T is not the identity")
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """CLASSES by layer."""
+        return None if self.sketched is None else tuple(CLASSES[int(one)] for one in self.sketched)
 
     @property
     def n_layers(self) -> int:
@@ -111,6 +122,9 @@ def _write(path: Path, calibration: Calibration) -> None:
         for name, kind, dtype in (("virtual", GGUFValueType.UINT8, int), ("gap", GGUFValueType.FLOAT32, float)):
             values = [dtype(value) for value in getattr(calibration, name)]
             writer.add_key_value(f"hisparse.cal.{name}", values, GGUFValueType.ARRAY, sub_type=kind)
+        if calibration.sketched is not None:
+            classes = [int(one) for one in calibration.sketched]
+            writer.add_key_value("hisparse.cal.class", classes, GGUFValueType.ARRAY, sub_type=GGUFValueType.UINT8)
         for layer in range(calibration.n_layers):
             for name in _TENSORS:
                 writer.add_tensor(f"cal.{layer}.{name}", np.ascontiguousarray(getattr(calibration, name)[layer], np.float32))
@@ -167,7 +181,11 @@ class _Reader:
         tensors = {name: np.stack([self.tensor(f"cal.{layer}.{name}", shape) for layer in range(layers)])
                    for name, shape in zip(_TENSORS, shapes, strict=True)}
         return Calibration(made_for, **tensors, virtual=self.key("virtual", np.ndarray) != 0,
-                           gap=self.key("gap", np.ndarray).astype(np.float32))
+                           gap=self.key("gap", np.ndarray).astype(np.float32), sketched=self.classes())
+
+    def classes(self) -> Any:
+        """Files from before there were classes have none."""
+        return self.key("class", np.ndarray) != 0 if "hisparse.cal.class" in self.header.metadata else None
 
     def key(self, name: str, kind: type) -> Any:
         value = self.header.metadata.get(f"hisparse.cal.{name}")

@@ -226,6 +226,7 @@ class Model:
             opts.log, opts.log_user = lib.py_log, self._native.log
             opts.log_level = next((number for level, number in _LOG_LEVELS if log.getEffectiveLevel() >= level), lib.HSR_LOG_DEBUG)
         self.calibrated = calibration is not None
+        self._calibration = calibration
         if calibration is not None:
             call(lib.hsr_model_load_calibration, self._native.model.pointer, os.fsencode(calibration))
         self._profiles: dict[Any, int] = {}
@@ -374,11 +375,21 @@ class Model:
 
         if isinstance(profile, int) and not isinstance(profile, bool):
             return profile
-        chosen = as_profile(profile)
+        chosen = self.for_layers(as_profile(profile))
         with self._lock:
             if chosen not in self._profiles:
                 self._profiles[chosen] = self._register(chosen)
             return self._profiles[chosen]
+
+    def for_layers(self, profile: Profile) -> Profile:
+        """The profile with this model's layers in place of their classes."""
+        return profile.for_layers(self._layer_classes if profile.dense_classes or profile.class_budgets else None)
+
+    @functools.cached_property
+    def _layer_classes(self) -> tuple[str, ...] | None:
+        from .calibration import read_calibration
+
+        return None if self._calibration is None else read_calibration(os.fsdecode(self._calibration)).classes
 
     def _register(self, profile: Profile) -> int:
         native, number = ffi.new("hsr_profile *"), ffi.new("int32_t *")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ._library import lib
+from .calibration import CLASSES
 from .checks import content, integer, real
 from .errors import InvalidError, from_os_error
 
@@ -67,6 +68,10 @@ class Profile:
     """Layers that always attend densely."""
     layer_budgets: tuple[tuple[int, int], ...] = ()
     """Layers with a budget of their own, as (layer, budget); in JSON under "layers"."""
+    dense_classes: tuple[str, ...] = ()
+    """Classes of layers, as calibration found them ("gaussian" or "sketch"), that always attend densely; in JSON under "layers"."""
+    class_budgets: tuple[tuple[str, int], ...] = ()
+    """Classes with a budget of their own, but for the layers that have one; in JSON under "layers"."""
     window_size: int | None = None
     """Most recent tokens that are always read, a multiple of 64; None is the session's, which is 512."""
     sink_size: int | None = None
@@ -105,6 +110,8 @@ class Profile:
             raise TypeError(f"virtual_tokens must be true or false, not {self.virtual_tokens!r}")
         object.__setattr__(self, "dense_layers", _layers(self.dense_layers))
         object.__setattr__(self, "layer_budgets", _budgets(self.layer_budgets))
+        object.__setattr__(self, "dense_classes", tuple(sorted(_one_of("a class", name, CLASSES) for name in self.dense_classes)))
+        object.__setattr__(self, "class_budgets", _class_budgets(self.class_budgets))
         self._check_slices()
 
     def _check_slices(self) -> None:
@@ -112,9 +119,24 @@ class Profile:
         name = "block_size_fine" if self.selector == "classic" else "slice_size"
         slice_size = getattr(self, name)
         budgets = [("budget", self.budget), ("prefill_budget", self.prefill_budget)]
-        for what, budget in budgets + [(f"the budget of layer {layer}", budget) for layer, budget in self.layer_budgets]:
+        budgets += [(f"the budget of layer {layer}", budget) for layer, budget in self.layer_budgets]
+        budgets += [(f"the budget of class {name}", budget) for name, budget in self.class_budgets]
+        for what, budget in budgets:
             if 0 < budget <= slice_size - _SLICES[0]:
                 raise InvalidError(f"{what} is {budget}, and nothing smaller than {name} is selected, which is {slice_size}")
+
+    def for_layers(self, classes: Sequence[str] | None) -> Profile:
+        """The same with layers in place of their classes; InvalidError if it names some and the model has none."""
+        if not (self.dense_classes or self.class_budgets):
+            return self
+        if classes is None:
+            named = ", ".join(dict.fromkeys([*self.dense_classes, *(name for name, _ in self.class_budgets)]))
+            raise InvalidError(f"layers names the class {named}, and the model has no classes of layers: hisparse-rt calibrate finds them")
+        of_class = dict(self.class_budgets)
+        budgets = {layer: of_class[name] for layer, name in enumerate(classes) if name in of_class} | dict(self.layer_budgets)
+        dense = [layer for layer, name in enumerate(classes) if name in self.dense_classes]
+        return replace(self, layer_budgets=tuple(budgets.items()), dense_layers=(*self.dense_layers, *dense), class_budgets=(),
+                       dense_classes=())
 
     def native_fields(self, n_layers: int) -> dict[str, Any]:
         """The fields of an hsr_profile for a model of n_layers; InvalidError for a layer it does not have."""
@@ -195,7 +217,7 @@ def from_settings(settings: Mapping[str, Any], where: str) -> Profile:
         raise InvalidError(f"{where}: {error}") from None
 
 
-_KEYS = [item.name for item in fields(Profile) if item.name != "layer_budgets"]
+_KEYS = [item.name for item in fields(Profile) if item.name not in ("layer_budgets", "dense_classes", "class_budgets")]
 
 
 def _one_of_keys(values: Mapping[str, Any]) -> None:
@@ -213,23 +235,29 @@ def _other_name_of_window(values: dict[str, Any]) -> None:
 
 
 def _layer_settings(layers: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What "layers" says: {"LAYER": {"mode": "dense"}} and {"LAYER": {"budget": 2048}}."""
+    """What "layers" says: {"LAYER": {"mode": "dense"}} and {"LAYER": {"budget": 2048}}, of a layer's number or a class of layers."""
     if not isinstance(layers, Mapping):
         raise InvalidError("layers is not an object of layers, such as {\"3\": {\"budget\": 2048}}")
     dense, budgets = [], []
     for key, own in layers.items():
-        if not (isinstance(key, int) or isinstance(key, str) and key.isdecimal()):
-            raise InvalidError(f"layers names {key!r}, which is no layer number")
+        if not (isinstance(key, int) or isinstance(key, str) and (key.isdecimal() or key in CLASSES)):
+            raise InvalidError(f"layers names {key!r}, which is no layer number and no class of layers: {', '.join(CLASSES)}")
         if not isinstance(own, Mapping) or set(own) - {"mode", "budget"}:
             raise InvalidError(f"layers[{key}] may have the settings mode and budget")
+        which = key if key in CLASSES else int(key)
         if _one_of("mode", own.get("mode", "sparse"), MODES) == "dense":
-            dense.append(int(key))
+            dense.append(which)
         if "budget" in own:
-            budgets.append((int(key), own["budget"]))
-    result: dict[str, Any] = {"layer_budgets": tuple(budgets)} if budgets else {}
-    if dense:
+            budgets.append((which, own["budget"]))
+    result: dict[str, Any] = {}
+    for name, classes in (("layer_budgets", False), ("class_budgets", True)):
+        if found := tuple(one for one in budgets if isinstance(one[0], str) == classes):
+            result[name] = found
+    if numbers := [which for which in dense if not isinstance(which, str)]:
         given = values.get("dense_layers", ())
-        result["dense_layers"] = (*(given if isinstance(given, (list, tuple)) else (given,)), *dense)
+        result["dense_layers"] = (*(given if isinstance(given, (list, tuple)) else (given,)), *numbers)
+    if names := [which for which in dense if isinstance(which, str)]:
+        result["dense_classes"] = tuple(names)
     return result
 
 
@@ -249,6 +277,12 @@ def _budgets(value: Any) -> tuple[tuple[int, int], ...]:
     pairs = value.items() if isinstance(value, Mapping) else value
     return tuple(sorted((integer("a layer", layer, 0, _INT32), integer(f"the budget of layer {layer}", budget, *_BUDGET))
                         for layer, budget in pairs))
+
+
+def _class_budgets(value: Any) -> tuple[tuple[str, int], ...]:
+    pairs = value.items() if isinstance(value, Mapping) else value
+    return tuple(sorted((_one_of("a class", name, CLASSES), integer(f"the budget of class {name}", budget, *_BUDGET))
+                        for name, budget in pairs))
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -158,6 +158,27 @@ def test_the_runtime_takes_what_was_written(models, made, tmp_path):
             model.session(profile=Profile(selector="sketch"))
 
 
+def test_classes_of_layers_decide_budgets(models, made, tmp_path):
+    """Those of the file; one from before there were classes is read, and refused where a profile names some."""
+    shutil.copy(models / "tiny.hsr", tmp_path / "tiny.hsr")
+    write_calibration(tmp_path / "tiny.hsrcal", dataclasses.replace(made, sketched=np.array([False, True])))
+    ids = RANDOM.integers(3, 300, 1400).astype(np.int32)
+    by_class = Profile(selector="sketch", budget=512, class_budgets=(("gaussian", 64),), window_size=64, dense_classes=("sketch",))
+    by_layer = Profile(selector="sketch", budget=512, layer_budgets=((0, 64),), window_size=64, dense_layers=(1,))
+    rows = []
+    with hs.load(tmp_path / "tiny.hsr", threads=2) as model:
+        for profile in (by_class, by_layer):
+            with model.session(profile=profile) as session:
+                session.append(ids)
+                session.prefill()
+                rows.append(session.logits([5]))
+    assert np.array_equal(*rows)
+    write_calibration(tmp_path / "tiny.hsrcal", dataclasses.replace(made, sketched=None))
+    for calibration in (None, False):
+        with hs.load(tmp_path / "tiny.hsr", calibration=calibration) as model, pytest.raises(hs.InvalidError, match="no classes of layers"):
+            model.session(profile=by_class)
+
+
 # ---- the file ---------------------------------------------------------------------------------------------------
 
 
@@ -167,6 +188,9 @@ def test_round_trip(made, tmp_path):
     read = read_calibration(path, made.fingerprint)
     for field in dataclasses.fields(Calibration):
         np.testing.assert_array_equal(getattr(read, field.name), getattr(made, field.name))
+    assert read.classes == tuple("sketch" if gap > 0.04 else "gaussian" for gap in made.gap)
+    write_calibration(path, dataclasses.replace(made, sketched=None))
+    assert read_calibration(path).classes is None
     assert [item.name for item in tmp_path.iterdir()] == ["x.hsrcal"], "no temporary file stays"
     with pytest.raises(hs.FileError, match="cannot write"):
         write_calibration(tmp_path / "missing" / "x.hsrcal", made)
@@ -260,6 +284,7 @@ def test_the_command(models, tmp_path):
         assert loaded.calibrated
         calibration = read_calibration(tmp_path / "tiny.hsrcal", loaded.metadata("hisparse.source"))
     assert [layer["virtual"] for layer in report["layers"]] == calibration.virtual.tolist()
+    assert [layer["class"] for layer in report["layers"]] == ["sketch" if gap > 0.04 else "gaussian" for gap in calibration.gap]
     before = (tmp_path / "tiny.hsrcal").read_bytes()
     assert shell.run("calibrate", model, "--tokens", 2048, "--threads", 2).returncode == 0
     assert (tmp_path / "tiny.hsrcal").read_bytes() == before, "the same bytes every time, with any number of threads"

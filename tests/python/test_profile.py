@@ -86,7 +86,10 @@ BAD = [
     ({"dense_layers": 3}, "dense_layers is 3, not a list"),
     ({"dense_layers": [-1]}, "a number in dense_layers is -1"),
     ({"layers": [1]}, "layers is not an object"),
-    ({"layers": {"x": {}}}, "layers names 'x'"),
+    ({"layers": {"x": {}}}, "layers names 'x', which is no layer number and no class of layers: gaussian, sketch"),
+    ({"layers": {"sketch": {"budget": 3}}}, "the budget of class sketch is 3"),
+    ({"layers": {"sketch": {"budget": 16}}, "slice_size": 32}, "the budget of class sketch is 16, and nothing smaller than slice_size"),
+    ({"layers": {"sketch": {"selector": "mean"}}}, r"layers\[sketch\] may have the settings mode and budget"),
     ({"layers": {"1": {"selector": "mean"}}}, r"layers\[1\] may have the settings mode and budget"),
     ({"layers": {"1": {"budget": 3}}}, "the budget of layer 1 is 3"),
     ({"top_k_coarse": 0}, "top_k_coarse is 0"),
@@ -128,6 +131,17 @@ def test_layers_the_model_lacks():
         with pytest.raises(hs.InvalidError, match=f"{name} names layer 4, and the model has the layers 0 to 3"):
             profile.native_fields(4)
         assert profile.native_fields(5)
+
+
+def test_classes_of_layers():
+    """Stand for their layers; what is said of a layer itself goes before."""
+    profile = as_profile({"layers": {"gaussian": {"budget": 256}, "2": {"budget": 512}, "sketch": {"mode": "dense"}}, "dense_layers": [0]})
+    classes = ("gaussian", "sketch", "gaussian", "gaussian")
+    assert profile.for_layers(classes) == as_profile({
+        "layers": {"0": {"budget": 256}, "2": {"budget": 512}, "3": {"budget": 256}}, "dense_layers": [0, 1]})
+    assert Profile().for_layers(None) == Profile() == Profile().for_layers(classes)
+    with pytest.raises(hs.InvalidError, match="layers names the class sketch, gaussian, and the model has no classes of layers"):
+        profile.for_layers(None)
 
 
 def test_profiles_are_keys():

@@ -54,21 +54,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _report(target: str, calibration: Calibration, facts: list[LayerFacts], tokens: int, seconds: float) -> dict[str, Any]:
+    classes = calibration.classes or ()
     return {
         "file": target, "tokens": tokens, "seconds": seconds,
         "layers": [
             {"layer": layer, "recall_sketch": fact.recall_sketch, "recall_gaussian": fact.recall_gaussian,
-             "gap": float(calibration.gap[layer]), "error": fact.error, "error_virtual": fact.error_virtual,
-             "virtual": bool(calibration.virtual[layer])}
+             "gap": float(calibration.gap[layer]), "class": classes[layer], "error": fact.error,
+             "error_virtual": fact.error_virtual, "virtual": bool(calibration.virtual[layer])}
             for layer, fact in enumerate(facts)
         ],
     }
 
 
 def _table(calibration: Calibration, facts: list[LayerFacts]) -> str:
-    head = "layer  recall: sketch  gaussian     gap  output error  with virtual tokens\n"
+    classes = calibration.classes or ()
+    head = "layer  recall: sketch  gaussian     gap  class     output error  with virtual tokens\n"
     return head + "".join(
-        f"{layer:<7}{fact.recall_sketch:14.4f}{fact.recall_gaussian:10.4f}{calibration.gap[layer]:8.4f}{fact.error:14.5f}"
+        f"{layer:<7}{fact.recall_sketch:14.4f}{fact.recall_gaussian:10.4f}{calibration.gap[layer]:8.4f}  {classes[layer]:8}"
+        f"{fact.error:14.5f}"
         f"{fact.error_virtual:21.5f}{'' if calibration.virtual[layer] else '  off'}\n"
         for layer, fact in enumerate(facts)
     )

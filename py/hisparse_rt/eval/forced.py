@@ -116,7 +116,7 @@ def bytes_per_token(session: Session, attended: float, profile: Profile) -> floa
     info, stats = session.model.info, session.stats()
     each = _PLAIN_BYTES.get(stats.kv_format) or _CODE_BYTES.get(stats.kv_format, 2)
     key_values = attended * 2 * each * info.head_dim * info.n_layers * info.n_kv_heads
-    return key_values + index_read(profile, info, stats, session.model.calibrated)
+    return key_values + index_read(session.model.for_layers(profile), info, stats, session.model.calibrated)
 
 
 def check_length(model: Model, tokens: int, beyond_trained: bool) -> None:
