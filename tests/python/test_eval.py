@@ -18,13 +18,14 @@ from hisparse_rt.eval.curve import curve
 from hisparse_rt.eval.estimates import Head, Query, Setting, exact, gaussian, sketch, top
 from hisparse_rt.eval.forced import Prompts, forced
 from hisparse_rt.eval.index_bytes import clusters_read, index_read
-from hisparse_rt.eval.needle import KINDS, needles, prompt_ids, retrieve
+from hisparse_rt.eval.needle import KINDS, Needle, ask, needles, prompt_ids, retrieve
 from hisparse_rt.eval.ppl import perplexity
 from hisparse_rt.eval.recall import Truth, recall
 from hisparse_rt.eval.statistics import compare, interval, log_softmax, summary
 from hisparse_rt.profile import PRESETS, Profile
 from hisparse_rt.tools.calibrate import attention_scale, calibrate
 from hisparse_rt.tools.convert import convert
+from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.slow  # of the front and the tools; what it runs in C the other tests run too
 
@@ -257,6 +258,24 @@ def test_needles(model):
     for case in result["cases"]:
         assert case["all"] == case["dense"] and case["dense"]["logprob"] < 0 and isinstance(case["dense"]["found"], bool)
     assert result["summary"]["all"]["logprob_loss"] == 0 and result["summary"]["dense"]["of"] == 10
+
+
+@pytest.mark.parametrize("wrong", [None, 0, 3])
+def test_found_is_every_token_of_the_answer(tmp_path, wrong):
+    """A model that recites: it has the answer, or says another token at one place of it."""
+    needle = Needle("single", 0.5, (), "The number is", "4371")
+    tokenizer = Tokenizer.from_str(tiny.tokenizer_json())
+    question, whole = (tokenizer.encode(text, add_special_tokens=False).ids for text in (needle.question, "The number is 4371"))
+    said = whole[len(question) - 1 :]
+    assert whole[: len(question)] == question and len(set(said)) == len(said) > 4
+    successor = dict(zip(said, said[1:], strict=False))
+    if wrong is not None:
+        successor[said[wrong]] = said[0]
+    convert(tiny.script_model(tmp_path / "hf", successor), tmp_path / "m.hsr", "f32")
+    with hs.load(tmp_path / "m.hsr", threads=1, calibration=False) as model, model.session(beyond_trained=True) as session:
+        session.append([3, 4, 5])
+        found = ask(session, needle)
+    assert found["found"] is (wrong is None) and found["logprob"] < 0
 
 
 def test_recall(model):

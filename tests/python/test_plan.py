@@ -12,6 +12,7 @@ import hisparse_rt as hs
 import numpy as np
 import pytest
 import tiny
+from hisparse_rt.calibration import Calibration, write_calibration
 from hisparse_rt.profile import Profile
 from hisparse_rt.tools.convert import convert
 from hisparse_rt.tools.model_sizes import sizes
@@ -183,6 +184,31 @@ def test_a_history_of_attention_is_counted(folder):
         assert found.history_bytes == 8 * info.n_layers * info.n_kv_heads * 64   # 63 pages, in runs of 64
         assert found.memory_bytes <= plain.memory_bytes, "it is beside the budget"
     assert kept[0].total_bytes == plain.total_bytes + 3 * kept[0].history_bytes
+
+
+@pytest.mark.parametrize("selector", ["cluster", "sketch", "minmax", "gaussian"])
+def test_an_index_is_small(folder, selector):
+    """At most 8 % of plain pages at 32K tokens, by the plan and in a session that has so many."""
+    n, profile = 32768, Profile(selector=selector, budget=1024)
+    plain = n * 4 * 2 * 2 * 64 * 2   # layers, kv heads, keys and values
+    options = {"context": n, "beyond_trained": True, "profile": profile, "kv": "bf16"}
+    found = hs.plan(folder / "q8.hsr", calibrated=True, ram="1GiB", **options)
+    assert 0.01 * plain < found.index_bytes <= 0.08 * plain
+    with hs.load(folder / "q8.hsr", threads=2, ram="512MiB", calibration=identity(folder)) as model, model.session(**options) as s:
+        s.append(IDS[:64])
+        s.prefill()
+        s.fill(n - 64)
+        assert s.stats().n_tokens == n and 0.9 * found.index_bytes < s.stats().index_bytes <= found.index_bytes
+
+
+def identity(folder: Path) -> Path:
+    """A calibration that changes no key."""
+    with hs.load(folder / "q8.hsr", calibration=False, threads=1) as loaded:
+        source, shape = loaded.metadata("hisparse.source"), (4, 2, 64)
+    basis, mean = np.broadcast_to(np.eye(64, dtype=np.float32), (*shape, 64)), np.zeros(shape, np.float32)
+    made = Calibration(source or "", basis, basis, mean, mean, np.ones(4, bool), np.zeros(4, np.float32))
+    write_calibration(folder / "identity.hsrcal", made)
+    return folder / "identity.hsrcal"
 
 
 def test_too_many_sessions(folder):

@@ -379,6 +379,40 @@ def test_numbers_that_are_none_are_found_without_logits(poisonous, tmp_path, at,
     assert not list(tmp_path.iterdir())
 
 
+@pytest.fixture(scope="module")
+def poisonous_keys(model_file, tmp_path_factory):
+    """The same with keys, and with a calibration: every selector can be asked."""
+    folder = tmp_path_factory.mktemp("poisonous-keys")
+    cfg = tiny.config(num_hidden_layers=3, head_dim=64, max_position_embeddings=8192)
+    weights = tiny.weights(cfg, 9)
+    embedding, keys = weights["model.embed_tokens.weight"], weights["model.layers.0.self_attn.k_proj.weight"]
+    embedding[:, 0] = embedding[300] = 0
+    embedding[300, 0], keys[5, 0] = 10, 3e38
+    convert(tiny.write_hf(folder / "hf", cfg, weights), folder / "m.hsr", dtype="f32")
+    with hs.load(folder / "m.hsr", threads=2, calibration=False) as model:
+        made, _ = calibrate(model, np.asarray(IDS[:2048], np.int32))
+    write_calibration(folder / "m.hsrcal", made)
+    return folder / "m.hsr"
+
+
+@pytest.mark.parametrize("selector", ["sketch", "cluster", "minmax", "gaussian", "mean", "classic", "history", "oracle"])
+@pytest.mark.parametrize("at", [70, 1490])
+def test_keys_that_are_no_numbers(poisonous_keys, at, selector):
+    """A status, in a prompt and in what is appended later, under every selector; what does not hold them says what it always says."""
+    profile = Profile(selector=selector, budget=64, window_size=64, prefill_dense_below=0, prefill_budget=64)
+    with hs.load(poisonous_keys, threads=2, chunk=128, profile=profile) as model, model.session() as session:
+        session.append(IDS[:at])
+        want = session.generate(max_tokens=4, ignore_eos=True, return_details=True).tokens
+        session.truncate(at)
+        session.append([300, *IDS[at:1500]])
+        with pytest.raises(hs.NonFiniteError, match="position"):
+            session.generate(max_tokens=4, ignore_eos=True)
+        with pytest.raises(hs.StateError, match="not finite"):
+            session.generate(max_tokens=1)
+        session.truncate(at)
+        assert session.generate(max_tokens=4, ignore_eos=True, return_details=True).tokens == want
+
+
 def test_forks_share_cold_pages(model_file, resident, cold):
     want = resident("dense", "bf16").tokens[:8]
     with hs.load(model_file, threads=2, chunk=128, hot="8MiB", cold=cold, cold_size="64MiB") as model:
