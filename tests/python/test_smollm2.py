@@ -190,7 +190,7 @@ def test_squeezed_is_resident(smollm2, tmp_path, kv, profile, context):
 
 
 def test_distance_of_sparse_attention(smollm2):
-    """A regression of what is selected and attended, with 288 of 1,500 tokens: exact scores are near dense attention, bounds far better than
+    """A regression of what is selected and attended, with 288 of 1,500 tokens: exact scores are near dense attention, bounds better than
     numbers at random. Sketches are held to it on models that take less to calibrate."""
     profiles = {name: Profile(selector=name, budget=128, window_size=128) for name in ("oracle", "minmax", "random")}
     with hs.load(smollm2.path("q4"), threads=2, calibration=False, kv="bf16") as model:
