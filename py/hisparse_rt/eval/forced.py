@@ -19,7 +19,7 @@ from ..model import Model
 from ..profile import PRESETS, Profile
 from ..profile_index import format_of, index_of, keeps_history
 from ..session import Session, SessionStats
-from .index_bytes import index_read
+from .index_bytes import far_tokens, index_read
 from .statistics import log_softmax
 
 Ids = npt.NDArray[np.int32]
@@ -113,10 +113,11 @@ def _covered(before: SessionStats, after: SessionStats) -> float:
 
 def bytes_per_token(session: Session, attended: float, profile: Profile) -> float:
     """Key, value and index bytes that one decoded token reads, about: what it attends, and what its selector looks at."""
-    info, stats = session.model.info, session.stats()
+    info, stats, profile = session.model.info, session.stats(), session.model.for_layers(profile)
     each = _PLAIN_BYTES.get(stats.kv_format) or _CODE_BYTES.get(stats.kv_format, 2)
-    key_values = attended * 2 * each * info.head_dim * info.n_layers * info.n_kv_heads
-    return key_values + index_read(session.model.for_layers(profile), info, stats, session.model.calibrated)
+    looked_at = far_tokens(profile, stats) if profile.mode == "sparse" and profile.selector == "oracle" else 0   # of keys
+    key_values = (2 * attended + looked_at) * each * info.head_dim * info.n_layers * info.n_kv_heads
+    return key_values + index_read(profile, info, stats, session.model.calibrated)
 
 
 def check_length(model: Model, tokens: int, beyond_trained: bool) -> None:
