@@ -38,15 +38,16 @@ static void finish_state(const float *restrict state, uint32_t d, float *restric
         out[j] = state[2 + j] * inverse;
 }
 
-/* States of items [first, first + n) after all groups. Those that nobody wants are made in the scratch. */
+/* States of items [first, first + n) after all groups. Those that nobody wants are made in the scratch, or are the only group's. */
 static void merge_items(const merge_job *job, uint64_t first, uint32_t n, float **states, float *scratch)
 {
     uint64_t width = 2ull + job->head_dim;
+    bool     alone = job->n_groups == 1 && !job->acc;
     float   *parts[HSRI_ATTEND_MAX_QUERIES];
 
     for (uint32_t i = 0; i < n; i++)
-        states[i] = job->acc ? job->acc + (first + i) * width : scratch + i * width;
-    for (uint32_t g = 0; g < job->n_groups; g++) {
+        states[i] = job->acc ? job->acc + (first + i) * width : alone ? job->part + (first + i) * width : scratch + i * width;
+    for (uint32_t g = 0; g < job->n_groups && !alone; g++) {
         for (uint32_t i = 0; i < n; i++) {
             parts[i] = job->part + ((first + i) * job->n_groups + g) * width;
             if (job->first && g == 0)
