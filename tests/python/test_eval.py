@@ -149,6 +149,8 @@ def test_bytes_of_the_index_by_hand():
     assert index_read(cluster, info, stats, True) == 2 * 2 * clusters_read(3 * 8192, 4096, 64)
     assert index_read(replace(cluster, layer_budgets=((2, 2048),)), info, stats, True) == 2 * (
         clusters_read(3 * 8192, 4096, 64) + clusters_read(3 * 8192, 8192, 64))
+    tenth = 16 * 154  # of 1536 units, rounded up
+    assert index_read(replace(cluster, sparse_ratio=0.1), info, stats, True) == 2 * 2 * clusters_read(3 * 8192, 4 * tenth, 64)
     assert index_read(Profile(selector="sketch"), info, stats, True) == 77 == index_read(PRESETS["balanced"], info, stats, False)
     assert index_read(PRESETS["exact"], info, stats, True) == 0 == index_read(Profile(selector="oracle"), info, stats, True)
     assert index_read(Profile(selector="mean", dense_layers=(1,)), info, stats, True) == 2 * 2 * 384 * (8 + 2 * 64)

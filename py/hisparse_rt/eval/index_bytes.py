@@ -2,10 +2,12 @@
 """Bytes of the index that a decoded token reads at most, by the layout in docs/sparse-attention.md."""
 from __future__ import annotations
 
+import math
+
 from ..model import ModelInfo
 from ..profile import Profile
 from ..session import SessionStats
-from .estimates import PAGE, SKETCH_COMPONENTS, Setting
+from .estimates import PAGE, SKETCH_COMPONENTS, UNIT, Setting
 
 _SEGMENT = 8192
 _CENTRE = 1.75
@@ -53,7 +55,7 @@ def clusters_read(far: int, candidates: int, head_dim: int) -> float:
 
 
 def _candidates(profile: Profile, budget: int, far: int) -> int:
-    budget = max(budget, round(profile.sparse_ratio * far))
+    budget = max(budget, math.ceil(profile.sparse_ratio * (far // UNIT)) * UNIT)
     return profile.candidates or max(4 * budget, 4096)
 
 
