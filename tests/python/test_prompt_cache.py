@@ -123,11 +123,16 @@ def test_caches_of_other_models_and_formats_are_replaced(model, folder, tmp_path
         assert "computed again" in caplog.text
 
 
+SPARSE = {"selector": "minmax", "budget": 64, "window_size": 64, "dense_below": 0, "prefill_dense_below": 0, "prefill_budget": 64}
+
+
 def test_a_cache_of_another_profile_is_replaced(folder, tmp_path, caplog) -> None:
-    """What a profile did not attend is missing in every key and value behind. Window and sink decide which pages are read encoded."""
-    sparse = {"selector": "minmax", "budget": 64, "window_size": 64, "dense_below": 0, "prefill_dense_below": 0, "prefill_budget": 64}
+    """What a profile did not attend is missing in every key and value behind. Window and sink decide which pages are read encoded. Each
+    profile differs from the one before in one thing, but for the last."""
+    budget = {**SPARSE, "budget": 128}
+    window = {**budget, "window_size": 128}
     cache = tmp_path / "c"
-    for profile in (sparse, "exact", {**sparse, "budget": 128}, {**sparse, "window_size": 128}, {**sparse, "sink_size": 0}):
+    for profile in (SPARSE, budget, window, {**window, "sink_size": 0}, "exact"):
         with hs.load(folder / "tiny.hsr", threads=1, profile=profile) as model:
             fresh = ask(model, FIRST, None).tokens
             for hit in (False, True):
@@ -136,23 +141,55 @@ def test_a_cache_of_another_profile_is_replaced(folder, tmp_path, caplog) -> Non
                 with caplog.at_level(logging.WARNING, "hisparse_rt"):
                     assert ask(model, FIRST, cache).tokens == fresh
                 assert (model.stats().prefill_tokens - before < 10) == hit, profile
-                assert profile is sparse or ("computed again" not in caplog.text) == hit
+                assert profile is SPARSE or ("computed again" not in caplog.text) == hit
+
+
+def serves(model: hs.Model, cache: Path) -> bool:
+    """Not computing a prompt whose beginning the cache holds; with the same answer in any case."""
+    before = model.stats().prefill_tokens
+    got = ask(model, FIRST, cache).tokens
+    computed = model.stats().prefill_tokens - before
+    assert got == ask(model, FIRST, None).tokens
+    return computed < 10
 
 
 def test_tokens_of_two_profiles_are_no_profiles(folder, tmp_path) -> None:
     """An explicit restore may go on under another profile; what comes of it serves no cache."""
-    sparse = {"selector": "minmax", "budget": 64, "window_size": 512, "dense_below": 0, "prefill_dense_below": 0}
+    one, other = SPARSE, {**SPARSE, "budget": 128}
     cache = tmp_path / "c"
-    with hs.load(folder / "tiny.hsr", threads=1) as model:
-        with model.session(index="minmax", profile=sparse) as session:
-            session.append(DOCUMENT[:700])
+
+    def go_on(session, ids) -> None:
+        with session:
+            session.append(ids)
+            session.prefill()
             session.save(cache)
-        with model.restore(cache, profile="exact") as session:
-            session.append(DOCUMENT[700:])
-            session.save(cache)
-        before = model.stats().prefill_tokens
-        assert ask(model, FIRST, cache).tokens == ask(model, FIRST, None).tokens
-        assert model.stats().prefill_tokens - before >= 2 * len(FIRST)
+
+    with hs.load(folder / "tiny.hsr", threads=1, profile=one) as model:
+        with model.session() as session:
+            session.append(DOCUMENT[:300])
+            session.prefill()
+            go_on(session.fork(), DOCUMENT[300:])
+        assert serves(model, cache)
+        go_on(model.session(), DOCUMENT[:300])
+        go_on(model.restore(cache), DOCUMENT[300:])
+        assert serves(model, cache)
+        go_on(model.session(), DOCUMENT[:300])
+        go_on(model.restore(cache, profile=other), DOCUMENT[300:])
+        assert not serves(model, cache)
+    with hs.load(folder / "tiny.hsr", threads=1, profile=other) as model:
+        go_on(model.session(profile=one), DOCUMENT[:300])
+        go_on(model.restore(cache), DOCUMENT[300:])
+        assert not serves(model, cache)
+
+
+def test_a_cache_with_another_index_is_replaced(model, tmp_path) -> None:
+    """Its tokens are right, but sessions that go on from it would be larger than those that do not."""
+    for index, right in (("minmax", False), ("none", True)):
+        with model.session(index=index) as session:
+            session.append(DOCUMENT)
+            session.prefill()
+            session.save(tmp_path / "c")
+        assert serves(model, tmp_path / "c") == right
 
 
 def test_files_of_others_are_left_alone(model, folder, tmp_path) -> None:
