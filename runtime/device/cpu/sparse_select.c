@@ -2,8 +2,7 @@
 #include "device/cpu/sparse_select.h"
 
 /* Floats that are not negative order like their bits, which are looked at in three parts, the highest first: each pass counts the values
- * by one
- * part and keeps those whose part is that of the value sought. */
+ * by one part and keeps those whose part is that of the value sought. */
 #define PASSES 3u
 #define BINS 2048u
 

@@ -269,7 +269,7 @@ typedef struct sums_place {
 } sums_place;
 
 /* Rows [row, end) of a step are still to be weighed. Sums have not left their tiles yet: a store waits for products, and keeps all that
- * is behind it waiting, so it is put off until the tile is needed again. */
+ * is behind it waiting, so it is put off until the tile is needed again or the next step begins. */
 typedef struct flow {
     const weigher *weigher;
     uint32_t place, end, t, rows_each;
@@ -320,8 +320,8 @@ typedef enum beginning { GO_ON, FROM_ZERO, FROM_MEMORY } beginning;
         } \
     } while (0)
 
-/* n_tiles x 2 tiles of sums += a run: each tile that is loaded is used twice, keys and values in two products in a row. Those are
- * loaded as what is not used again soon. */
+/* n_tiles x 2 tiles of sums += a run: inputs are used twice, keys and values n_tiles times in a row. Those are loaded as what is not
+ * used again soon. */
 INLINE void multiply(const work *w, flow *f, uint32_t n_tiles, const input_tiles *inputs, weight_tile w0, weight_tile w1, beginning begin,
                      const sums_place *from)
 {
