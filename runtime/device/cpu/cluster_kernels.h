@@ -82,14 +82,14 @@ typedef struct hsri_member_score_args {
     uint64_t        mass_stride;
 } hsri_member_score_args;
 
+#define HSRI_MEMBER_VOTES 16u
+
 /* Rows that vote together: so many of them, at most HSRI_MEMBER_VOTES, and how many floats are from what one has to what the next one
  * has. */
 typedef struct hsri_member_votes {
     uint32_t n;
     uint64_t rotated, cluster_mass, mass;
 } hsri_member_votes;
-
-#define HSRI_MEMBER_VOTES 16u
 
 typedef struct hsri_cluster_kernels {
     /* every level has the same bits */

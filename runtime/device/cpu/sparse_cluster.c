@@ -864,25 +864,23 @@ static float members_raised(const select_job *job, hsri_member_score_args a, uin
     return raised;
 }
 
-/* Rows of units from one vote to the next. */
+_Static_assert(BATCH_VOTES <= HSRI_MEMBER_VOTES, "the votes of a prompt run fit a call");
+
+/* Floats from one vote to the next. */
 static hsri_member_votes votes_of(const select_job *job, const pick_state *p)
 {
     return (hsri_member_votes){ p->n_votes, (uint64_t)HSRI_PICK_STRIDE * job->n_heads * job->kv->head_dim,
                                 job->n_heads * job->max_segments * CLUSTERS, job->n_heads * job->max_units };
 }
 
-/* Where masses of one head of a vote are at their limit. */
-static void raise_members(const select_job *job, const pick_state *p, uint32_t segment, uint32_t n_places, uint64_t n_units, uint32_t vote,
-                          uint32_t h, uint32_t head, hsri_member_score_args a)
+/* The call for head h of a vote alone. */
+static hsri_member_score_args one_head(hsri_member_score_args a, const hsri_member_votes *votes, uint32_t d, uint32_t vote, uint32_t h)
 {
-    const hsri_member_votes votes = votes_of(job, p);
-
     a.n_heads = 1;
-    a.rotated += vote * votes.rotated + (uint64_t)h * job->kv->head_dim;
-    a.cluster_mass += vote * votes.cluster_mass + h * a.cluster_stride;
-    a.mass += vote * votes.mass + h * a.mass_stride;
-    job->raised[chunk_at(job, p, vote, head) + segment] =
-        members_raised(job, a, n_places, n_units, job->clusters.raised[segments_at(job, p, vote, head) + segment]);
+    a.rotated += vote * votes->rotated + (uint64_t)h * d;
+    a.cluster_mass += vote * votes->cluster_mass + h * a.cluster_stride;
+    a.mass += vote * votes->mass + h * a.mass_stride;
+    return a;
 }
 
 static void score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
@@ -909,8 +907,10 @@ static void score_members(const select_job *job, const pick_state *p, uint32_t k
             job->dev->kernels.sparse.cluster.score_members(&a);
         for (uint32_t vote = 0; vote < p->n_votes; vote++)
             for (uint32_t h = 0; h < a.n_heads; h++)
-                raise_members(job, p, segment, surveyed[1] - surveyed[0], (uint64_t)(listed[1] - listed[0]) * HSRI_PAGE_UNITS, vote, h,
-                              head + h0 + h, a);
+                job->raised[chunk_at(job, p, vote, head + h0 + h) + segment] =
+                    members_raised(job, one_head(a, &votes, job->kv->head_dim, vote, h), surveyed[1] - surveyed[0],
+                                   (uint64_t)(listed[1] - listed[0]) * HSRI_PAGE_UNITS,
+                                   job->clusters.raised[segments_at(job, p, vote, head + h0 + h) + segment]);
     }
 }
 
