@@ -28,6 +28,7 @@ static const scenario scenarios[] = {
     { "cluster, families, prompt run", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 1, { 128 * 135 }, 0, 3, 200 },
     { "cluster, families, beyond range", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 0, { 18000 }, 0, 400, 500 },
     { "cluster, beyond range", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 0, { 12000 }, 0, 400, 1000 },
+    { "cluster, beyond range, prompt run", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 40, 0, VIRTUAL, 1, { 128 * 80 }, 0, 400, 1500 },
     { "cluster, everything", SKETCH24, 6, 1, 2, HSRI_SELECT_CLUSTER, 1, 600, 0, VIRTUAL, 0, { 9000 }, 0, 3, 1000 },
     { "sketch over clusters", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 1, 40, 4, VIRTUAL, 0, { 18000, 9000, 3000 }, 0, 3, 1 },
     { "sketch over clusters, prompt run", SKETCH24, 6, 1, 2, HSRI_SELECT_SKETCH, 1, 40, 0, VIRTUAL, 1, { 128 * 80 }, 0, 3, 1 },

@@ -358,7 +358,7 @@ static void weigh_units(const choice *c)
             for (uint32_t i = 0; i < c->pages.n_chunks && m.all > 0.0; i++) {
                 uint64_t at = (uint64_t)i * CHUNK_UNITS, n = (uint64_t)pages_of_chunk(c->pages.n_pages, i) * HSRI_PAGE_UNITS;
 
-                job->dev->kernels.sparse.add_scaled(worth + at, (float)(chunk_factor(&m, i) / m.all), m.mass + at, n);
+                job->dev->kernels.sparse.add_scaled(worth + at, share_of(&m, i), m.mass + at, n);
             }
         }
     }

@@ -220,7 +220,7 @@ static void write_shares(const select_job *job, const pick_state *p, const measu
             float  *share = of->share + segments_at(job, p, vote, head);
 
             for (uint32_t i = 0; i < p->n_segments; i++)
-                share[i] = m.all > 0.0 ? (float)(chunk_factor(&m, i) / m.all) : 0.0f;
+                share[i] = share_of(&m, i);
         }
 }
 
