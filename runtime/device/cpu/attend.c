@@ -29,8 +29,7 @@ typedef struct merge_job {
     int          first;
 } merge_job;
 
-/* A state's output. A row that saw nothing has l = 0, and its NaN shows in the logits: it must not pass for a result. */
-static void finish_state(const float *restrict state, uint32_t d, float *restrict out)
+void hsri_cpu_finish_state(const float *restrict state, uint32_t d, float *restrict out)
 {
     float inverse = 1.0f / state[1];
 
@@ -68,7 +67,7 @@ static void merge_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
         n = (uint32_t)hsri_min(end - first, HSRI_ATTEND_MAX_QUERIES);
         merge_items(job, first, n, states, hsri_cpu_piece_scratch(hsri_cpu_scratch(job->dev, worker)));
         for (uint32_t i = 0; job->out && i < n; i++)
-            finish_state(states[i], job->head_dim, job->out + (first + i) * job->head_dim);
+            hsri_cpu_finish_state(states[i], job->head_dim, job->out + (first + i) * job->head_dim);
     }
 }
 
@@ -167,7 +166,7 @@ static void finish_tile(const attend_job *job, uint32_t tile, uint32_t kv_head)
 
     for (; row < end; row++)
         for (uint32_t h = kv_head * job->heads_per_kv; h < (kv_head + 1) * job->heads_per_kv; h++)
-            finish_state(hsri_cpu_state_at(job, row, h), d, job->out + ((uint64_t)row * job->n_heads + h) * d);
+            hsri_cpu_finish_state(hsri_cpu_state_at(job, row, h), d, job->out + ((uint64_t)row * job->n_heads + h) * d);
 }
 
 static void fold_block(const attend_job *job, uint32_t block, uint32_t kv_head, float *scratch)

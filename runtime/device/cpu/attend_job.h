@@ -127,6 +127,9 @@ static inline const uint32_t *hsri_cpu_list_group(const attend_job *job, uint32_
 attend_job hsri_cpu_attend_job(const hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer,
                                uint32_t n_heads, float scale, hsri_ref queries, hsri_ref rotated, uint32_t g0, uint32_t g1, hsri_ref part);
 
+/* A state's output. A row that saw nothing has l = 0, and its NaN shows in the logits: it must not pass for a result. */
+void hsri_cpu_finish_state(const float *restrict state, uint32_t d, float *restrict out);
+
 /* The queries of rows [row, row_end) of one sequence, heads [head, head_end); the set has no partials yet. */
 void hsri_cpu_fill_queries(const attend_job *job, uint32_t row, uint32_t row_end, uint32_t head, uint32_t head_end, query_set *set);
 
@@ -156,7 +159,7 @@ void hsri_cpu_attend_gathered(const attend_job *job, hsri_kv_type type, const ui
 
 /* ---- attend_runs.c ---- */
 
-/* attend_list for picks that are prompt runs. */
-void hsri_cpu_attend_runs(hsri_cpu_device *dev, const attend_job *job, uint32_t n_picks);
+/* attend_list for picks that are prompt runs; says in job->folds whether it has folded their partials. */
+void hsri_cpu_attend_runs(hsri_cpu_device *dev, attend_job *job, uint32_t n_picks);
 
 #endif

@@ -2,8 +2,9 @@
 /* List groups of prompt runs. All rows of a run attend the same units, which are put together to plain pages once for all of them; encoded
  * ones as well, where the level can: their keys in the calibrated basis, to be multiplied with rotated queries (page_kernels.h).
  *
- * An item is one (group, kv head, run, part of its queries). Kernels give a query the same bits in any company, so how many parts there are
- * does not show. */
+ * An item is one (group, kv head, run, part of its queries). Where there are enough items without the groups, one has them all in turn and
+ * folds what a group gives into the states of its queries, which stay in a core's cache. Kernels give a query the same bits in any company
+ * and states are folded in the same order, so neither shows. */
 #include "device/cpu/attend_job.h"
 
 #include <string.h>
@@ -12,6 +13,7 @@
 
 #define MACS_PER_NS 64u                /* of one thread, for estimates */
 #define ITEMS_EACH 4u                  /* for each thread at least, if there are so many calls */
+#define FOLDED_PARTS 2u                /* at most: each puts the units together, which takes as long as passing partials on */
 
 typedef struct runs_job {
     const attend_job *attend;
@@ -28,21 +30,48 @@ typedef struct run_group {
     float   *scratch;
 } run_group;
 
+/* What is folded at once needs room for a call's partials only. */
 static void fill_call(const run_group *r, uint32_t first, query_set *set)
 {
     const attend_job *job = r->job;
+    const uint64_t width = 2ull + job->kv->head_dim;
+    uint32_t row = r->first_row + first / job->heads_per_kv, h = first % job->heads_per_kv;
 
     set->n = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, r->end - first);
     for (uint32_t i = 0; i < set->n; i++) {
-        uint32_t query = first + i, row = r->first_row + query / job->heads_per_kv;
-        uint32_t head = r->kv_head * job->heads_per_kv + query % job->heads_per_kv;
+        uint32_t head = r->kv_head * job->heads_per_kv + h;
         uint64_t at = ((uint64_t)row * job->n_heads + head) * job->kv->head_dim;
 
         set->queries[i] = job->queries + at;
         set->rotated[i] = job->rotated ? job->rotated + at : NULL;
         set->pos[i] = job->rows[row].pos;
-        set->partials[i] = hsri_cpu_partial_at(job, row, head, r->g);
+        set->partials[i] = job->folds ? hsri_cpu_fold_scratch(r->scratch) + i * width : hsri_cpu_partial_at(job, row, head, r->g);
+        if (++h == job->heads_per_kv) {
+            h = 0;
+            row++;
+        }
     }
+}
+
+/* The first group of all is the state; after the last one, states have their outputs. */
+static void fold_call(const run_group *r, const query_set *set)
+{
+    const attend_job *job = r->job;
+    const uint32_t d = job->kv->head_dim;
+    const bool begins = job->first && r->g == job->g0, ends = job->out && r->g + 1 == job->g0 + job->n_groups;
+    uint64_t at[HSRI_ATTEND_MAX_QUERIES];
+    float   *states[HSRI_ATTEND_MAX_QUERIES];
+
+    for (uint32_t i = 0; i < set->n; i++) {
+        at[i] = (uint64_t)(set->queries[i] - job->queries) / d;
+        states[i] = job->states + at[i] * (2 + d);
+        if (begins)
+            memcpy(states[i], set->partials[i], (2 + d) * sizeof(float));
+    }
+    if (!begins)
+        job->dev->kernels.merge(states, set->partials, set->n, d);
+    for (uint32_t i = 0; ends && i < set->n; i++)
+        hsri_cpu_finish_state(states[i], d, job->out + at[i] * d);
 }
 
 /* ---- pages put together ---- */
@@ -55,12 +84,11 @@ typedef struct gathered {
     uint32_t most_units;
 } gathered;
 
-static gathered how_to_gather(const run_group *r)
+static gathered how_to_gather(const attend_job *job, const hsri_seq *seq)
 {
-    gathered x = { .type = hsri_kv_is_plain(r->seq->format) ? r->seq->kv_type : HSRI_KV_TYPE_BF16,
-                   .rotated = !hsri_kv_is_plain(r->seq->format) };
+    gathered x = { .type = hsri_kv_is_plain(seq->format) ? seq->kv_type : HSRI_KV_TYPE_BF16, .rotated = !hsri_kv_is_plain(seq->format) };
 
-    x.page_bytes = hsri_cpu_gathered_bytes(r->job, x.type);
+    x.page_bytes = hsri_cpu_gathered_bytes(job, x.type);
     x.most_units = (uint32_t)(HSRI_CPU_GATHER_SCRATCH * sizeof(float) / x.page_bytes) * HSRI_PAGE_UNITS;
     return x;
 }
@@ -94,7 +122,7 @@ static void add_mean(const run_group *r, const query_set *set)
 /* Partials of all queries, in pieces as large as what can be put together. */
 static void attend_gathered(const run_group *r)
 {
-    const gathered x = how_to_gather(r);
+    const gathered x = how_to_gather(r->job, r->seq);
     const uint8_t *slots[HSRI_RUN_GROUP_UNITS], *pages = hsri_cpu_gather_scratch(r->scratch);
     uint8_t        units[HSRI_RUN_GROUP_UNITS];
 
@@ -112,6 +140,8 @@ static void attend_gathered(const run_group *r)
                 add_mean(r, &piece);
             if (at)
                 r->job->dev->kernels.merge(set.partials, piece.partials, set.n, r->job->kv->head_dim);
+            if (r->job->folds)
+                fold_call(r, &set);
         }
     }
 }
@@ -129,6 +159,8 @@ static void attend_apart(const run_group *r)
             hsri_cpu_empty_partials(r->job, &set);
         else
             hsri_cpu_attend_units(r->job, r->seq, r->kv_head, r->chosen, r->n_units, &set, r->scratch);
+        if (r->job->folds)
+            fold_call(r, &set);
     }
 }
 
@@ -142,6 +174,15 @@ static void find_rows(const runs_job *runs, uint32_t pick, run_group *r)
         r->n_rows++;
 }
 
+static void attend_group(run_group *r)
+{
+    r->chosen = hsri_cpu_list_group(r->job, r->first_row, r->kv_head, r->g, &r->n_units);
+    if (r->n_units && (hsri_kv_is_plain(r->seq->format) || r->job->dev->kernels.page.lay_out[r->seq->format]))
+        attend_gathered(r);
+    else
+        attend_apart(r);
+}
+
 static void attend_item(const runs_job *runs, uint64_t item, uint32_t worker)
 {
     const attend_job *job = runs->attend;
@@ -149,6 +190,7 @@ static void attend_item(const runs_job *runs, uint64_t item, uint32_t worker)
     uint64_t  pair = item / runs->n_parts / runs->n_picks, n_calls;
     run_group r = { .job = job, .kv_head = (uint32_t)(pair % job->kv->n_kv_heads), .g = job->g0 + (uint32_t)(pair / job->kv->n_kv_heads),
                     .scratch = hsri_cpu_scratch(job->dev, worker) };
+    uint32_t  end = job->folds ? r.g + job->n_groups : r.g + 1;
 
     find_rows(runs, pick, &r);
     if (r.n_rows == 0)
@@ -157,11 +199,8 @@ static void attend_item(const runs_job *runs, uint64_t item, uint32_t worker)
     r.first = (uint32_t)(n_calls * part / runs->n_parts) * HSRI_ATTEND_MAX_QUERIES;
     r.end = (uint32_t)hsri_min(n_calls * (part + 1) / runs->n_parts * HSRI_ATTEND_MAX_QUERIES, (uint64_t)r.n_rows * job->heads_per_kv);
     r.seq = hsri_cpu_seq_of(job, r.first_row);
-    r.chosen = hsri_cpu_list_group(job, r.first_row, r.kv_head, r.g, &r.n_units);
-    if (r.n_units && (hsri_kv_is_plain(r.seq->format) || job->dev->kernels.page.lay_out[r.seq->format]))
-        attend_gathered(&r);
-    else
-        attend_apart(&r);
+    for (; r.g < end; r.g++)
+        attend_group(&r);
 }
 
 static void runs_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
@@ -170,14 +209,35 @@ static void runs_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
         attend_item(arg, item, worker);
 }
 
-void hsri_cpu_attend_runs(hsri_cpu_device *dev, const attend_job *job, uint32_t n_picks)
+/* So many parts that n items become enough for all threads. */
+static uint32_t count_parts(const attend_job *job, uint64_t n)
 {
-    uint64_t n = (uint64_t)n_picks * job->kv->n_kv_heads * job->n_groups, pairs = (uint64_t)job->n_rows * job->n_groups;
-    uint64_t cost = pairs * job->lists.group_units * HSRI_UNIT_TOKENS * job->n_heads * job->kv->head_dim * 2 / MACS_PER_NS;
     uint64_t calls = hsri_div_up((uint64_t)HSRI_PICK_ROWS * job->heads_per_kv, HSRI_ATTEND_MAX_QUERIES);
-    uint64_t wanted = hsri_div_up((uint64_t)hsri_threads_count(dev->threads) * ITEMS_EACH, hsri_max(n, 1));
-    runs_job runs = { job, n_picks, (uint32_t)hsri_min(wanted, calls) };
+    uint64_t wanted = hsri_div_up((uint64_t)hsri_threads_count(job->dev->threads) * ITEMS_EACH, hsri_max(n, 1));
 
+    return (uint32_t)hsri_min(wanted, calls);
+}
+
+/* Are there states to fold into, and is all of a group put together at once? */
+static bool can_fold(const attend_job *job)
+{
+    for (uint32_t row = 0; job->states && row < job->n_rows; row++)
+        if (how_to_gather(job, hsri_cpu_seq_of(job, row)).most_units < job->lists.group_units)
+            return false;
+    return job->states != NULL;
+}
+
+void hsri_cpu_attend_runs(hsri_cpu_device *dev, attend_job *job, uint32_t n_picks)
+{
+    uint64_t n = (uint64_t)n_picks * job->kv->n_kv_heads, pairs = (uint64_t)job->n_rows * job->n_groups;
+    uint64_t cost = pairs * job->lists.group_units * HSRI_UNIT_TOKENS * job->n_heads * job->kv->head_dim * 2 / MACS_PER_NS;
+    runs_job runs = { job, n_picks, count_parts(job, n) };
+
+    job->folds = n && runs.n_parts <= FOLDED_PARTS && can_fold(job);
+    if (!job->folds) {
+        n *= job->n_groups;
+        runs.n_parts = count_parts(job, n);
+    }
     if (n && job->n_rows)
         hsri_cpu_run_items(dev, n * runs.n_parts, cost, runs_run, &runs);
 }
