@@ -262,11 +262,36 @@ static void copy_queries(const hsri_forward *f, uint32_t layer)
     }
 }
 
+static void rotate_rows(const hsri_forward *f, uint32_t layer, uint32_t row, uint32_t n_rows)
+{
+    const uint64_t at = (uint64_t)row * f->hp->n_heads * f->hp->head_dim * sizeof(float);
+    f->dev->ops.rotate(f->queue, f->kv, layer, f->hp->n_heads, n_rows, hsri_at(f->s->queries, at), hsri_at(f->s->rotated, at));
+}
+
+/* Of a span that reads plain pages: what `select` asks with. */
+static void rotate_votes(const hsri_forward *f, uint32_t layer, const hsri_span *span)
+{
+    if (!span->sparse || hsri_layer_in(&span->dense_layers, layer))
+        return;
+    if (!span->prefill)
+        rotate_rows(f, layer, span->row, span->n_rows);
+    for (uint32_t i = 0; span->prefill && i < span->n_rows; i += HSRI_PICK_STRIDE)
+        rotate_rows(f, layer, span->row + i, 1);
+}
+
+static void rotate(const hsri_forward *f, uint32_t layer)
+{
+    if (!f->rotate_votes)
+        rotate_rows(f, layer, 0, f->batch.n_rows);
+    for (uint32_t i = 0; f->rotate_votes && i < f->n_spans; i++)
+        rotate_votes(f, layer, &f->spans[i]);
+}
+
 void hsri_forward_attend(const hsri_forward *f, uint32_t layer)
 {
     copy_queries(f, layer);
     if (f->rotate)
-        f->dev->ops.rotate(f->queue, f->kv, layer, f->hp->n_heads, f->batch.n_rows, f->s->queries, f->s->rotated);
+        rotate(f, layer);
     for (uint32_t i = 0; i < f->n_spans && *f->status >= 0; i++) {
         const part p = part_of(f, &f->spans[i], layer);
         if (f->residency)

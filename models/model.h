@@ -182,6 +182,7 @@ struct hsri_forward {
     const hsri_span    *spans;
     uint32_t            n_spans;
     bool                rotate;       /* some sequence reads queries in the calibrated basis */
+    bool                rotate_votes; /* only selections do: of a prompt run, rows that vote */
     hsri_ref            picks;        /* hsri_pick[], rows relative to their span */
     hsri_ref            pick_of;      /* uint32[n_rows]: pick of each row, relative to its span's first */
     hsri_ref            sparse[2];    /* hsri_sparse[n_layers][n_seqs]: of decode rows, of prompt runs */

@@ -281,15 +281,23 @@ static uint32_t fill_taps(hsr_engine *e)
     return n_taps;
 }
 
-/* Does a sequence of the step read queries in the calibrated basis? */
-static bool reads_rotated(const hsr_engine *e)
+/* Does a sequence of the step attend pages in the calibrated basis? */
+static bool attends_rotated(const hsr_engine *e)
 {
     for (uint32_t i = 0; i < e->step.n_parts; i++) {
-        const hsr_session *s = e->step.parts[i].session;
-        if (s->format == HSRI_KV_TYPE_COMPACT || s->format == HSRI_KV_TYPE_VTQ ||
-            (e->spans.any_sparse && s->index_shape.kind == HSRI_INDEX_SKETCH))
+        const hsri_kv_type format = e->step.parts[i].session->format;
+        if (format == HSRI_KV_TYPE_COMPACT || format == HSRI_KV_TYPE_VTQ)
             return true;
     }
+    return false;
+}
+
+/* Or select by sketches in that basis? */
+static bool selects_rotated(const hsr_engine *e)
+{
+    for (uint32_t i = 0; i < e->step.n_parts && e->spans.any_sparse; i++)
+        if (e->step.parts[i].session->index_shape.kind == HSRI_INDEX_SKETCH)
+            return true;
     return false;
 }
 
@@ -301,7 +309,8 @@ static hsr_status compute(hsr_engine *e, hsr_error *err)
     hsri_forward f = {
         .dev = e->dev, .queue = e->queue, .arch = e->model->arch, .hp = &e->model->hp, .w = &e->weights, .s = &e->scratch,
         .kv = &e->shape.view, .batch = { t->d_rows, t->d_seqs, t->n_rows, t->n_parts }, .ids = t->d_ids,
-        .rope_tables = { .buf = e->rope_buf }, .spans = e->spans.spans, .n_spans = e->spans.n_spans, .rotate = reads_rotated(e),
+        .rope_tables = { .buf = e->rope_buf }, .spans = e->spans.spans, .n_spans = e->spans.n_spans,
+        .rotate = attends_rotated(e) || selects_rotated(e), .rotate_votes = !attends_rotated(e),
         .picks = e->spans.d_picks, .pick_of = e->spans.d_pick_of, .room = &e->room, .status = &status, .err = err, .taps = e->taps,
         .n_taps = fill_taps(e), .mass_rows = e->spans.d_mass_rows, .mass_tables = e->spans.d_mass_tables,
         .sparse = { e->spans.d_settings, hsri_at(e->spans.d_settings, (uint64_t)e->model->hp.n_layers * t->n_parts * sizeof(hsri_sparse)) },
