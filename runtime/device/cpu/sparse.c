@@ -280,12 +280,18 @@ static uint32_t pages_of_chunk(uint32_t n_pages, uint32_t i)
     return (uint32_t)hsri_min(HSRI_SCORE_PAGES, n_pages - i * HSRI_SCORE_PAGES);
 }
 
+/* Of prompt runs, the heads of a segment are items of their own: there may be few segments, and all votes to score. */
+static uint32_t items_of_segment(const select_job *job, const pick_state *p) { return p->n_votes > 1 ? job->heads_per_kv : 1; }
+
 /* Of each kv head, segments whose clusters say what to score, then chunks of the pages behind them. */
-static uint32_t head_items(const pick_state *p) { return p->n_segments + p->n_chunks - p->n_segments * SEGMENT_CHUNKS; }
+static uint32_t head_items(const select_job *job, const pick_state *p)
+{
+    return p->n_segments * items_of_segment(job, p) + p->n_chunks - p->n_segments * SEGMENT_CHUNKS;
+}
 
 static uint64_t score_items(const select_job *job, const pick_state *p)
 {
-    return p->scored ? (uint64_t)job->kv->n_kv_heads * head_items(p) : 0;
+    return p->scored ? (uint64_t)job->kv->n_kv_heads * head_items(job, p) : 0;
 }
 
 /* Chunk i of the pages behind the segments; of foreseen ones, a head may have fewer chunks than others. */
@@ -312,13 +318,14 @@ static void score_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
     for (uint64_t item = first; item < end; item++) {
         uint64_t i = item;
         chunk    c = { .pick = find_pick(job, &i, score_items), .scratch = hsri_cpu_scratch(job->dev, worker) };
-        uint32_t part = (uint32_t)(i % head_items(c.pick)), n_segments = c.pick->n_segments;
+        uint32_t part = (uint32_t)(i % head_items(job, c.pick)), each = items_of_segment(job, c.pick), n_scored = c.pick->n_segments * each;
+        uint32_t n_heads = job->heads_per_kv / each;
 
-        c.kv_head = (uint32_t)(i / head_items(c.pick));
-        if (part < n_segments)
-            hsri_cpu_score_segment(job, c.pick, c.kv_head, part);
+        c.kv_head = (uint32_t)(i / head_items(job, c.pick));
+        if (part < n_scored)
+            hsri_cpu_score_segment(job, c.pick, c.kv_head, part / each, part % each * n_heads, n_heads);
         else
-            score_pages(job, &c, part - n_segments);
+            score_pages(job, &c, part - n_scored);
     }
 }
 
@@ -712,37 +719,52 @@ static void weigh_run(const void *arg, uint64_t first, uint64_t end, uint32_t wo
     }
 }
 
-/* A partial of mass exp(m), l = 1; empty if nothing was left over. Of a prompt run each row has the estimate that was made for the last
- * vote, about its own exact mass. */
-static void finish_head(const select_job *job, const pick_state *p, uint32_t row, uint32_t head)
+/* What a head of a vote left over, as a mass of 1 with its mean value in part[1..]; returns the mass itself. */
+static float sum_spans(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head, float *part)
 {
-    const page_list l = hsri_cpu_pages_of(job, p, head / job->heads_per_kv);
-    uint32_t d = job->kv->head_dim, n_spans = spans_of(l.n_chunks);
-    const uint32_t vote = (row - p->row) / HSRI_PICK_STRIDE;
-    float   *part = job->virtual_part + ((uint64_t)row * job->n_heads + head) * (2 + d), mass;
+    const uint32_t d = job->kv->head_dim, kv_head = head / job->heads_per_kv;
+    const uint32_t n_spans = spans_of(hsri_cpu_pages_of(job, p, kv_head).n_chunks);
+    const float   *about = p->seq->index_shape.kind == HSRI_INDEX_SKETCH
+                               ? hsri_cpu_calibration(job->dev, job->kv, job->layer, kv_head).mean_v : NULL;
+    float          mass;
 
     memset(part, 0, (2 + d) * sizeof *part);
     for (uint32_t i = 0; i < n_spans; i++)
         job->dev->kernels.sparse.add_scaled(part + 1, 1.0f, means_at(job, p, vote, head, i), 1 + d);
     mass = part[1];
-    if (mass > 0.0f) {
-        const float *about = p->seq->index_shape.kind == HSRI_INDEX_SKETCH
-                                 ? hsri_cpu_calibration(job->dev, job->kv, job->layer, head / job->heads_per_kv).mean_v : NULL;
+    part[1] = 1.0f;
+    for (uint32_t j = 0; j < d && mass > 0.0f; j++)
+        part[2 + j] = part[2 + j] / mass + (about ? about[j] : 0.0f);
+    return mass;
+}
 
-        part[0] = reference_of(job, p, row, head) + logf(mass) +
-                  highest(job->raised + chunk_at(job, p, vote, head), l.n_chunks);
-        part[1] = 1.0f;
-        for (uint32_t j = 0; j < d; j++)
-            part[2 + j] = part[2 + j] / mass + (about ? about[j] : 0.0f);
-    } else {
-        memset(part, 0, (2 + d) * sizeof *part);
-        part[0] = -INFINITY;
+/* Partials of mass exp(m), l = 1; empty if nothing was left over. Of a prompt run each row has the estimate that was made for the last
+ * vote, about its own exact mass. */
+static void finish_head(const select_job *job, const pick_state *p, uint32_t vote, uint32_t head)
+{
+    const uint64_t width = 2ull + job->kv->head_dim;
+    const uint32_t first = row_of_vote(p, vote), end = (uint32_t)hsri_min(first + HSRI_PICK_STRIDE, p->row + p->n_rows);
+    float         *part = job->virtual_part + ((uint64_t)first * job->n_heads + head) * width;
+    const float    mass = sum_spans(job, p, vote, head, part), log_mass = logf(mass);
+    const float    top = highest(job->raised + chunk_at(job, p, vote, head), hsri_cpu_pages_of(job, p, head / job->heads_per_kv).n_chunks);
+
+    for (uint32_t row = first; row < end; row++) {
+        float *of_row = job->virtual_part + ((uint64_t)row * job->n_heads + head) * width;
+
+        if (!(mass > 0.0f)) {
+            memset(of_row, 0, width * sizeof *of_row);
+            of_row[0] = -INFINITY;
+            continue;
+        }
+        if (row > first)
+            memcpy(of_row + 1, part + 1, (width - 1) * sizeof *of_row);
+        of_row[0] = reference_of(job, p, row, head) + log_mass + top;
     }
 }
 
 static uint64_t finish_items(const select_job *job, const pick_state *p)
 {
-    return p->virtual_tokens ? (uint64_t)job->n_heads * p->n_rows : 0;
+    return p->virtual_tokens ? (uint64_t)job->n_heads * p->n_votes : 0;
 }
 
 static void finish_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
@@ -754,7 +776,7 @@ static void finish_run(const void *arg, uint64_t first, uint64_t end, uint32_t w
         uint64_t          i = item;
         const pick_state *p = find_pick(job, &i, finish_items);
 
-        finish_head(job, p, p->row + (uint32_t)i / job->n_heads, (uint32_t)i % job->n_heads);
+        finish_head(job, p, (uint32_t)i / job->n_heads, (uint32_t)i % job->n_heads);
     }
 }
 
@@ -766,9 +788,11 @@ static void clear_rows(const select_job *job, const pick_state *p)
     uint32_t d = job->kv->head_dim;
 
     for (uint64_t i = (uint64_t)p->row * job->n_heads; i < (uint64_t)(p->row + p->n_rows) * job->n_heads; i++) {
+        job->covered[i] = NAN;
+        if (p->virtual_tokens)
+            continue;
         memset(job->virtual_part + i * (2 + d), 0, (2 + d) * sizeof(float));
         job->virtual_part[i * (2 + d)] = -INFINITY;
-        job->covered[i] = NAN;
     }
 }
 
@@ -807,6 +831,15 @@ static uint64_t score_cost(const select_job *job)
     return n * job->n_heads * UNIT_NS;
 }
 
+static uint64_t finish_cost(const select_job *job)
+{
+    uint64_t n = 0;
+
+    for (uint32_t i = 0; i < job->n_picks; i++)
+        n += job->picks[i].virtual_tokens ? (uint64_t)job->picks[i].n_votes * job->max_spans + job->picks[i].n_rows : 0;
+    return n * job->n_heads * job->kv->head_dim / 4;
+}
+
 static void run_batch(hsri_cpu_device *dev, select_job *job)
 {
     uint64_t n_units = job->max_units * job->n_picks, weighing;
@@ -817,7 +850,7 @@ static void run_batch(hsri_cpu_device *dev, select_job *job)
     hsri_cpu_run_items(dev, all_items(job, score_items), score_cost(job), score_run, job);
     hsri_cpu_run_items(dev, all_items(job, choose_items), n_units * job->kv->n_kv_heads * CHOOSE_NS, choose_run, job);
     hsri_cpu_run_items(dev, weighing, weighing * job->heads_per_kv * SPAN_PAGES * job->kv->head_dim / 16, weigh_run, job);
-    hsri_cpu_run_items(dev, all_items(job, finish_items), weighing * job->heads_per_kv * job->kv->head_dim / 4, finish_run, job);
+    hsri_cpu_run_items(dev, all_items(job, finish_items), finish_cost(job), finish_run, job);
 }
 
 static select_job job_of(hsri_cpu_device *dev, const hsri_batch *batch, const hsri_kv_view *kv, uint32_t layer, uint32_t n_heads,

@@ -19,6 +19,7 @@
 /* Estimates for one thread. */
 #define FAMILIES_NS 300u        /* of a segment for one head */
 #define WEIGH_FAMILIES_NS 50u   /* of a segment for one head */
+#define SHARE_NS 5u             /* of a segment for one head */
 #define ADMIT_NS 200u           /* for each segment */
 #define SURVEY_NS 2000u         /* of a segment for one head */
 #define WEIGH_NS 100u           /* of a segment for one head */
@@ -212,16 +213,13 @@ static measure measure_segments(const select_job *job, const pick_state *p, cons
 }
 
 /* Worth is probability, summed over the voting rows and the heads of the group. */
-static void write_shares(const select_job *job, const pick_state *p, const measures *of)
+static void write_share(const select_job *job, const pick_state *p, const measures *of, uint32_t vote, uint32_t head)
 {
-    for (uint32_t vote = 0; vote < p->n_votes; vote++)
-        for (uint32_t head = 0; head < job->n_heads; head++) {
-            measure m = measure_segments(job, p, of, vote, head);
-            float  *share = of->share + segments_at(job, p, vote, head);
+    measure m = measure_segments(job, p, of, vote, head);
+    float  *share = of->share + segments_at(job, p, vote, head);
 
-            for (uint32_t i = 0; i < p->n_segments; i++)
-                share[i] = share_of(&m, i);
-        }
+    for (uint32_t i = 0; i < p->n_segments; i++)
+        share[i] = share_of(&m, i);
 }
 
 /* Of n masses of a segment, in rows of `stride` for each head in a vote. */
@@ -291,6 +289,34 @@ static void run_segments(const select_job *job, uint64_t first, uint64_t end, it
 
         run(job, p, (uint32_t)(i / p->n_segments), (uint32_t)(i % p->n_segments));
     }
+}
+
+/* ---- shares ---- */
+
+/* Of each pick, items are heads of votes. */
+static uint64_t cluster_share_items(const select_job *job, const pick_state *p) { return p->n_segments ? p->n_votes * job->n_heads : 0; }
+static uint64_t family_share_items(const select_job *job, const pick_state *p) { return p->all_families ? 0 : cluster_share_items(job, p); }
+
+static void write_shares(const select_job *job, uint64_t first, uint64_t end, items_fn *items, const measures *of)
+{
+    for (uint64_t item = first; item < end; item++) {
+        uint64_t          i = item;
+        const pick_state *p = find_pick(job, &i, items);
+
+        write_share(job, p, of, (uint32_t)(i / job->n_heads), (uint32_t)(i % job->n_heads));
+    }
+}
+
+static void cluster_shares_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    (void)worker;
+    write_shares(arg, first, end, cluster_share_items, &((const select_job *)arg)->clusters);
+}
+
+static void family_shares_run(const void *arg, uint64_t first, uint64_t end, uint32_t worker)
+{
+    (void)worker;
+    write_shares(arg, first, end, family_share_items, &((const select_job *)arg)->families);
 }
 
 /* ---- families ---- */
@@ -829,14 +855,11 @@ void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job)
     uint64_t n_heads = (job->n_picks ? job->picks[0].n_votes : 0) * (uint64_t)job->heads_per_kv;
 
     hsri_cpu_run_items(dev, n_families, n_families * n_heads * FAMILIES_NS, families_run, job);
-    for (uint32_t i = 0; i < job->n_picks; i++)
-        if (!job->picks[i].all_families)
-            write_shares(job, &job->picks[i], &job->families);
+    hsri_cpu_run_items(dev, all_items(job, family_share_items), n_families * n_heads * SHARE_NS, family_shares_run, job);
     hsri_cpu_run_items(dev, n_families, n_families * n_heads * WEIGH_FAMILIES_NS, weigh_families_run, job);
     hsri_cpu_run_items(dev, n_lists, n_families * ADMIT_NS, admit_run, job);
     hsri_cpu_run_items(dev, n_surveys, n_surveys * n_heads * SURVEY_NS, survey_run, job);
-    for (uint32_t i = 0; i < job->n_picks; i++)
-        write_shares(job, &job->picks[i], &job->clusters);
+    hsri_cpu_run_items(dev, all_items(job, cluster_share_items), n_surveys * n_heads * SHARE_NS, cluster_shares_run, job);
     hsri_cpu_run_items(dev, n_surveys, n_surveys * n_heads * WEIGH_NS, weigh_run, job);
     hsri_cpu_run_items(dev, n_lists, all_items(job, rival_items) * LIST_NS, list_run, job);
     hsri_cpu_run_items(dev, n_surveys, n_surveys * MARK_NS + all_items(job, candidate_items) * MARK_TOKEN_NS, mark_run, job);
@@ -883,12 +906,12 @@ static hsri_member_score_args one_head(hsri_member_score_args a, const hsri_memb
     return a;
 }
 
-static void score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
+static void score_members(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t first, uint32_t n_heads)
 {
     const uint32_t *taken = job->first_taken + firsts_at(job, p, kv_head) + segment;
     const uint32_t *surveyed = job->first_surveyed + firsts_at(job, p, kv_head) + segment;
     const uint32_t *listed = first_listed_at(job, p, kv_head) + segment;
-    const uint32_t  head = kv_head * job->heads_per_kv;
+    const uint32_t  head = kv_head * job->heads_per_kv + first;
     const hsri_member_votes votes = votes_of(job, p);
     hsri_member_score_args a = { .record = record_at(job, p, kv_head, segment), .shape = &p->seq->index_shape,
                                  .clusters = taken_at(job, p, kv_head) + taken[0], .n_clusters = taken[1] - taken[0],
@@ -896,8 +919,8 @@ static void score_members(const select_job *job, const pick_state *p, uint32_t k
                                  .scale = job->scale, .cluster_stride = job->max_segments * CLUSTERS,
                                  .marks = marks_at(job, p, kv_head, segment), .mass_stride = job->max_units };
 
-    for (uint32_t h0 = 0; h0 < job->heads_per_kv; h0 += HSRI_ATTEND_MAX_QUERIES) {
-        a.n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, job->heads_per_kv - h0);
+    for (uint32_t h0 = 0; h0 < n_heads; h0 += HSRI_ATTEND_MAX_QUERIES) {
+        a.n_heads = (uint32_t)hsri_min(HSRI_ATTEND_MAX_QUERIES, n_heads - h0);
         a.rotated = job->rotated + ((uint64_t)p->row * job->n_heads + head + h0) * job->kv->head_dim;
         a.cluster_mass = job->cluster_mass + segments_at(job, p, 0, head + h0) * CLUSTERS + surveyed[0];
         a.mass = job->mass + mass_at(job, p, 0, head + h0) + (uint64_t)listed[0] * HSRI_PAGE_UNITS;
@@ -914,15 +937,16 @@ static void score_members(const select_job *job, const pick_state *p, uint32_t k
     }
 }
 
-void hsri_cpu_score_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment)
+void hsri_cpu_score_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t first,
+                            uint32_t n_heads)
 {
     const uint32_t *marks = marks_at(job, p, kv_head, segment), page = p->first_page + segment * HSRI_SEGMENT_PAGES;
     uint32_t       *listed = listed_at(job, p, kv_head) + first_listed_at(job, p, kv_head)[segment];
 
-    for (uint32_t i = 0; i < HSRI_MARK_WORDS; i++)
+    for (uint32_t i = 0; i < HSRI_MARK_WORDS && first == 0; i++)
         for (uint32_t bits = marks[i]; bits; bits &= bits - 1)
             *listed++ = page + 32 * i + (uint32_t)__builtin_ctz(bits);
-    score_members(job, p, kv_head, segment);
+    score_members(job, p, kv_head, segment, first, n_heads);
 }
 
 /* ---- one measure ---- */

@@ -248,8 +248,10 @@ bool hsri_cpu_takes_all_families(const pick_state *p);
 /* Which clusters of the segments of all picks are worth their tokens' scores. */
 void hsri_cpu_cluster_list(hsri_cpu_device *dev, const select_job *job);
 
-/* List the pages of a segment in which tokens of clusters taken are, and score their units. */
-void hsri_cpu_score_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment);
+/* Score the units of a segment's pages in which tokens of clusters taken are, for n_heads of the kv head's heads from `first` on; the first
+ * of all lists the pages. */
+void hsri_cpu_score_segment(const select_job *job, const pick_state *p, uint32_t kv_head, uint32_t segment, uint32_t first,
+                            uint32_t n_heads);
 
 /* After all parts were scored: bring the masses of a kv head into one measure for each vote and head, as if they had been scored in chunks
  * of the list. */
