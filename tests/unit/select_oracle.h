@@ -94,19 +94,25 @@ static inline bool takes_all(const hsri_sparse *s, uint32_t n_pages)
            s->candidates >= n_pages / HSRI_SEGMENT_PAGES * HSRI_SEGMENT_TOKENS;
 }
 
-static inline bool takes_all_families(const hsri_sparse *s, uint32_t n_pages)
+/* How many tokens admitted families may have: 32 for each candidate, of prompt runs 8. */
+static inline uint64_t most_admitted(const world *w, const hsri_pick *p)
 {
-    return takes_all(s, n_pages) || 32ull * s->candidates >= n_pages / HSRI_SEGMENT_PAGES * HSRI_SEGMENT_TOKENS;
+    return (p->n_rows > 1 ? 8ull : 32ull) * w->settings[w->rows[p->row].seq].candidates;
 }
 
-/* Which families are admitted: those that are worth most for each token, with up to 32 tokens for each candidate. Of each head, *rest gets
- * the masses of the others. */
+static inline bool takes_all_families(const world *w, const hsri_pick *p, uint32_t n_pages)
+{
+    return takes_all(&w->settings[w->rows[p->row].seq], n_pages) ||
+           most_admitted(w, p) >= n_pages / HSRI_SEGMENT_PAGES * HSRI_SEGMENT_TOKENS;
+}
+
+/* Which families are admitted: those that are worth most for each token. Of each head, *rest gets the masses of the others. */
 static inline void find_families(const world *w, const hsri_kernels *kernels, uint32_t pick, uint32_t kv_head, uint32_t n_segments,
                                  bool *in, double *rest)
 {
     const hsri_pick *p = &w->picks[pick];
     uint32_t   seq = w->rows[p->row].seq, g = group_of(w), d = w->d, n = n_segments * HSRI_SEGMENT_FAMILIES;
-    uint64_t   left = 32ull * w->settings[seq].candidates;
+    uint64_t   left = most_admitted(w, p);
     hsri_cluster_layout at = hsri_cluster_layout_of(&w->shape);
     float     *mass = calloc((uint64_t)HSRI_PICK_ROWS * g * n, sizeof *mass);
     double    *worth = calloc(n, sizeof *worth);
@@ -149,13 +155,13 @@ static inline void find_families(const world *w, const hsri_kernels *kernels, ui
 }
 
 /* Of a segment's families, a bit for each that is not admitted, if the candidates do not allow for all. */
-static inline uint64_t left_out_of(const world *w, uint32_t seq, uint32_t n_pages, const bool *in, uint32_t segment)
+static inline uint64_t left_out_of(const world *w, const hsri_pick *p, uint32_t n_pages, const bool *in, uint32_t segment)
 {
     uint64_t bits = 0;
 
     for (uint32_t f = 0; f < HSRI_SEGMENT_FAMILIES; f++)
         bits |= in[segment * HSRI_SEGMENT_FAMILIES + f] ? 0 : 1ull << f;
-    return takes_all_families(&w->settings[seq], n_pages) ? 0 : bits;
+    return takes_all_families(w, p, n_pages) ? 0 : bits;
 }
 
 /* Masses of a segment's clusters, which are 0 where their families are left out. */
@@ -187,7 +193,7 @@ static inline candidates find_candidates(const world *w, const hsri_kernels *ker
     uint32_t   n_units = n_segments * HSRI_SEGMENT_PAGES * HSRI_PAGE_UNITS;
     candidates c = { n_units, calloc((uint64_t)HSRI_PICK_ROWS * g * n_units, sizeof *c.mass), calloc(HSRI_PICK_ROWS * g, sizeof *c.rest) };
 
-    if (!takes_all_families(&w->settings[seq], n_pages))
+    if (!takes_all_families(w, p, n_pages))
         find_families(w, kernels, pick, kv_head, n_segments, families, all);
     for (uint32_t i = 0; i < p->n_rows * g; i++) {
         uint64_t     query = (uint64_t)(p->row + i / g) * w->n_heads + kv_head * g + i % g;
@@ -200,7 +206,7 @@ static inline candidates find_candidates(const world *w, const hsri_kernels *ker
             score_segment(kernels, (hsri_cluster_score_args){ .record = record, .shape = &w->shape, .n_heads = 1, .scale = w->scale,
                                                               .queries = w->queries + query * d, .rotated = w->rotated + query * d,
                                                               .reference = &reference,
-                                                              .left_out = left_out_of(w, seq, n_pages, families, segment) },
+                                                              .left_out = left_out_of(w, p, n_pages, families, segment) },
                           (const uint16_t *)(record + at.firsts), mass + i * n + segment * HSRI_SEGMENT_CLUSTERS);
         }
         all[i] += 1;

@@ -30,8 +30,10 @@
 #define CLUSTERS HSRI_SEGMENT_CLUSTERS
 #define FAMILIES HSRI_SEGMENT_FAMILIES
 
-/* Tokens of the families that are admitted, for each candidate. */
+/* Tokens of the families that are admitted, for each candidate. A prompt run has as many votes to look at clusters with, and shares what it
+ * selects among 128 rows. */
 #define ADMITTED 32u
+#define ADMITTED_BY_RUN 8u
 
 uint32_t hsri_cpu_recorded_pages(const pick_state *p)
 {
@@ -52,9 +54,15 @@ bool hsri_cpu_takes_all_clusters(const pick_state *p)
            candidates_of(p) >= (uint64_t)p->n_segments * HSRI_SEGMENT_TOKENS;
 }
 
+/* Most tokens of families whose clusters compete. */
+static uint64_t most_admitted(const pick_state *p)
+{
+    return (uint64_t)candidates_of(p) * (p->n_votes > 1 ? ADMITTED_BY_RUN : ADMITTED);
+}
+
 bool hsri_cpu_takes_all_families(const pick_state *p)
 {
-    return p->all_clusters || (uint64_t)candidates_of(p) * ADMITTED >= (uint64_t)p->n_segments * HSRI_SEGMENT_TOKENS;
+    return p->all_clusters || most_admitted(p) >= (uint64_t)p->n_segments * HSRI_SEGMENT_TOKENS;
 }
 
 /* ---- scratch ---- */
@@ -535,7 +543,7 @@ static void admit_best(const select_job *job, const pick_state *p, uint32_t kv_h
 
     c.worth = job->family_worth + at;
     c.tokens = job->family_tokens + at;
-    take_best(&c, (uint64_t)candidates_of(p) * ADMITTED);
+    take_best(&c, most_admitted(p));
     memset(left_out, 0xff, p->n_segments * sizeof *left_out);
     for (uint32_t i = 0; i < c.n; i++)
         left_out[c.index[i] / FAMILIES] &= ~(1ull << c.index[i] % FAMILIES);
