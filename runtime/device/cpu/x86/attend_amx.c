@@ -47,7 +47,7 @@ typedef struct work {
     float    slope;       /* of scores, in steps of weights16.h */
     uint16_t *queries;    /* [queries][QUERY_STRIDE] */
     float    *scores[2];  /* of a step: [places of its tiles][BLOCK_TOKENS]; then weights, in the first half of each row */
-    float    *outputs;    /* [tiles][strips]: tiles */
+    float    *outputs;    /* of the tiles that go together: [2][strips]: tiles; so few stay in the first-level cache */
     float    *sums;       /* [places][16]: of weights */
     float    *offsets;    /* [places]: the reference, as what scores are subtracted from for depths; infinite: none yet */
     float    *keep;       /* [places]: what the output so far is still to be multiplied with */
@@ -71,7 +71,7 @@ INLINE work work_of(const hsri_attend_args *a, uint32_t d)
     w.queries = take(&at, HSRI_ATTEND_MAX_QUERIES * QUERY_STRIDE(d) / 2);
     w.scores[0] = take(&at, 2 * TILE_ROWS * BLOCK_TOKENS);
     w.scores[1] = take(&at, 2 * TILE_ROWS * BLOCK_TOKENS);
-    w.outputs = take(&at, N_TILES * N_STRIPS(d) * (TILE_BYTES / 4));
+    w.outputs = take(&at, 2 * N_STRIPS(d) * (TILE_BYTES / 4));
     w.sums = take(&at, HSRI_ATTEND_MAX_QUERIES * 16);
     w.offsets = take(&at, HSRI_ATTEND_MAX_QUERIES);
     w.keep = take(&at, HSRI_ATTEND_MAX_QUERIES);
@@ -81,7 +81,8 @@ INLINE work work_of(const hsri_attend_args *a, uint32_t d)
 }
 
 _Static_assert(HSRI_ATTEND_MAX_QUERIES * (HSRI_ATTEND_MAX_HEAD_DIM + HSRI_RUN) / 2 + 4 * TILE_ROWS * BLOCK_TOKENS +
-               HSRI_ATTEND_MAX_QUERIES * (HSRI_ATTEND_MAX_HEAD_DIM + 16 + 3) + 32 <= HSRI_ATTEND_SCRATCH, "a call has its scratch");
+               2 * TILE_ROWS * HSRI_ATTEND_MAX_HEAD_DIM + HSRI_ATTEND_MAX_QUERIES * (16 + 3) + 32 <= HSRI_ATTEND_SCRATCH,
+               "a call has its scratch");
 
 INLINE uint32_t query0(const work *w, uint32_t tile)
 {
@@ -90,7 +91,7 @@ INLINE uint32_t query0(const work *w, uint32_t tile)
 
 INLINE float *output_at(const work *w, uint32_t tile, uint32_t strip)
 {
-    return w->outputs + ((uint64_t)tile * N_STRIPS(w->d) + strip) * (TILE_BYTES / 4);
+    return w->outputs + ((uint64_t)tile % 2 * N_STRIPS(w->d) + strip) * (TILE_BYTES / 4);
 }
 
 /* Queries as bf16, with zeros behind the last component. */
@@ -98,24 +99,28 @@ INLINE void round_queries(const work *w)
 {
     uint16_t *out = w->queries;
     for (uint32_t i = 0; i < w->a->n_queries; i++, out += QUERY_STRIDE(w->d)) {
-        for (uint32_t j = 0; j < hsri_round_up(w->d, HSRI_RUN); j += 16) {
-            uint32_t left = w->d > j ? w->d - j : 0;
-            __m512 v = _mm512_maskz_loadu_ps(lanes(left), w->a->queries[i] + (left > 0 ? j : 0));
-            _mm256_storeu_si256((__m256i *)(out + j), (__m256i)_mm512_cvtneps_pbh(v));
+        const float *q = w->a->queries[i];
+        for (uint32_t j = 0; j < w->d; j += HSRI_RUN) {
+            uint32_t left = w->d - j, rest = left > 16 ? left - 16 : 0;
+            __m512 low = _mm512_maskz_loadu_ps(lanes(left), q + j);
+            __m512 high = _mm512_maskz_loadu_ps(lanes(rest), q + (rest > 0 ? j + 16 : 0));
+            _mm512_store_si512(out + j, (__m512i)_mm512_cvtne2ps_pbh(high, low));
         }
     }
 }
 
 static void start_places(work *w)
 {
-    memset(w->outputs, 0, (size_t)w->n_tiles * N_STRIPS(w->d) * TILE_BYTES);
     memset(w->sums, 0, (size_t)w->n_tiles * w->rows * 64);
     memset(w->raised, 0, w->n_tiles * sizeof *w->raised);
-    for (uint32_t i = 0; i < w->n_tiles * w->rows; i++) {
-        w->offsets[i] = INFINITY;
-        w->keep[i] = 1.0f;
-        w->visible[i] = w->a->visible[query0(w, i / w->rows) + i % w->rows];
-        w->most = w->visible[i] > w->most ? w->visible[i] : w->most;
+    for (uint32_t tile = 0, place = 0; tile < w->n_tiles; tile++) {
+        const uint32_t *visible = w->a->visible + query0(w, tile);
+        for (uint32_t row = 0; row < w->rows; row++, place++) {
+            w->offsets[place] = INFINITY;
+            w->keep[place] = 1.0f;
+            w->visible[place] = visible[row];
+            w->most = visible[row] > w->most ? visible[row] : w->most;
+        }
     }
 }
 
@@ -480,7 +485,7 @@ INLINE void value_step(const work *w, const step *s, flow *f, uint32_t n_tiles)
             const float *weights = s->scores + i * (HSRI_RUN / 2);
             input_tiles inputs = { { weights, weights + w->rows * BLOCK_TOKENS }, BLOCK_TOKENS * sizeof(float) };
             weight_tile v0 = values_at(w, t, 16 * strip, copies[0]), v1 = values_at(w, t, 16 * strip + 16, copies[1]);
-            multiply(w, f, n_tiles, &inputs, v0, v1, i == 0 ? FROM_MEMORY : GO_ON, &sums);
+            multiply(w, f, n_tiles, &inputs, v0, v1, i > 0 ? GO_ON : s->t > 0 ? FROM_MEMORY : FROM_ZERO, &sums);
         }
         f->sums = sums;
     }
@@ -502,6 +507,16 @@ INLINE void finish_place(const work *w, uint32_t tile, uint32_t row)
     }
 }
 
+/* Tiles that went together. Their outputs make room for those of the next. */
+INLINE void finish_tiles(const work *w, uint32_t tile, uint32_t n_tiles)
+{
+    for (uint32_t end = tile + n_tiles; tile < end; tile++) {
+        for (uint32_t row = 0; row < w->rows; row++) {
+            finish_place(w, tile, row);
+        }
+    }
+}
+
 /* Output of a step, weights of the next, scores of the one behind that, which go where the first step's weights are. */
 INLINE void attend_steps(const work *w, const step *valued, const step *weighed, const step *scored, flow *f, uint32_t n_tiles)
 {
@@ -520,6 +535,12 @@ INLINE void attend_any(const hsri_attend_args *a, uint32_t d, uint32_t n_tiles)
 {
     work w = work_of(a, d);
     start_places(&w);
+    if (w.most == 0) {
+        /* no step will begin the outputs */
+        memset(w.outputs, 0, (size_t)2 * N_STRIPS(d) * TILE_BYTES);
+        finish_tiles(&w, 0, w.n_tiles);
+        return;
+    }
     round_queries(&w);
     const weigher weigher = weigher_of(&w);
     /* of the two products of a step, each is 4 (at most 64 components: 8) chances for each run and 32 components to weigh some rows */
@@ -529,15 +550,14 @@ INLINE void attend_any(const hsri_attend_args *a, uint32_t d, uint32_t n_tiles)
     tiles_configure(INPUT_TILES, w.rows);
     while (scored.n_runs + weighed.n_runs + valued.n_runs > 0) {
         attend_steps(&w, &valued, &weighed, &scored, &f, n_tiles);
+        if (valued.n_runs > 0 && valued.t + BLOCK_TOKENS >= w.most) {
+            /* that was the last block; without another step, its sums are still in their tiles */
+            store_sums(&f, n_tiles);
+            finish_tiles(&w, valued.tile, n_tiles);
+        }
         valued = weighed;
         weighed = scored;
         scored = next_step(&w, &scored);
-    }
-    store_sums(&f, n_tiles);
-    for (uint32_t tile = 0; tile < w.n_tiles; tile++) {
-        for (uint32_t row = 0; row < w.rows; row++) {
-            finish_place(&w, tile, row);
-        }
     }
     tiles_release();
 }
