@@ -220,13 +220,25 @@ static void check_attention(const pages *p, const unit_list *list, const float *
     }
 }
 
+/* A whole dense group: the pages again and again. */
+static unit_list long_list(void)
+{
+    unit_list list = { .n = HSRI_UNITS_MAX };
+    for (uint32_t i = 0; i < list.n; i++) {
+        list.page[i] = (uint8_t)(i / 4 % N_PAGES);
+        list.unit[i] = (uint8_t)(i % 4);
+    }
+    return list;
+}
+
 static void test_attend(pages *p, const hsri_kernels *kernels, double tolerance)
 {
-    static const unit_list lists[] = {
+    const unit_list lists[] = {
         { 1, { 2 }, { 3 } },
         { 3, { 0, 0, 1 }, { 1, 3, 0 } },
         { 8, { 0, 0, 0, 1, 1, 2, 2, 2 }, { 0, 1, 2, 0, 3, 1, 2, 3 } },
         { 12, { 0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2 }, { 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3 } },
+        long_list(),
     };
     static const uint32_t query_counts[] = { 1, 3, 7, 17, 64 };
     uint32_t d = p->d;

@@ -947,7 +947,7 @@ static void test_attend_exp(const hsri_kernels *kernels)
         }
         const float *query = t.queries;
         float *partial = t.partials;
-        hsri_attend_args a = { (const uint8_t *const *)t.slots, 1, 64, 1.0f, 1, &query, t.visible, &partial, t.scratch };
+        hsri_attend_args a = { (const uint8_t *const *)t.slots, 1, 64, 1.0f, 1, &query, t.visible, &partial, t.scratch, NULL };
         kernels->attend[HSRI_KV_TYPE_F32](&a);
         for (uint32_t n = 1; n < 64; n++) {
             test_case("exp(%.9g)", (double)s[n]);
@@ -982,7 +982,7 @@ static void test_weights(const hsri_kernels *kernels)
         }
         const float *query = t.queries;
         float *partial = t.partials;
-        hsri_attend_args a = { (const uint8_t *const *)t.slots, 1, D, 0x1.62e430p-1f, 1, &query, t.visible, &partial, t.scratch };
+        hsri_attend_args a = { (const uint8_t *const *)t.slots, 1, D, 0x1.62e430p-1f, 1, &query, t.visible, &partial, t.scratch, NULL };
         kernels->attend[HSRI_KV_TYPE_BF16](&a);
         for (uint32_t n = 1; n < 64; n++) {
             uint32_t at = round * 63 + n;

@@ -39,7 +39,7 @@ static void attend_plain(const attend_job *job, const hsri_seq *seq, const hsri_
     for (uint32_t i = 0; i < set->n; i++)
         visible[i] = hsri_cpu_visible_tokens(set->pos[i], (uint64_t)page * HSRI_PAGE_TOKENS, n_pages * HSRI_PAGE_TOKENS);
     job->dev->kernels.attend[seq->kv_type](&(hsri_attend_args){ pages, n_pages, job->kv->head_dim, job->scale, set->n, set->queries,
-                                                                visible, set->partials, scratch });
+                                                                visible, set->partials, scratch, NULL });
 }
 
 static void attend_encoded(const attend_job *job, const hsri_seq *seq, uint32_t kv_head, const uint8_t *const *slots, const uint8_t *units,
@@ -209,7 +209,7 @@ void hsri_cpu_attend_gathered(const attend_job *job, hsri_kv_type type, const ui
     for (uint32_t i = 0; i < set->n; i++)
         visible[i] = n_units * HSRI_UNIT_TOKENS;
     job->dev->kernels.attend[type](&(hsri_attend_args){ pages, n_pages, job->kv->head_dim, job->scale, set->n, queries, visible,
-                                                        set->partials, scratch });
+                                                        set->partials, scratch, NULL });
 }
 
 /* Units of plain pages are put together to pages, so that the kernels of whole pages serve. */

@@ -22,6 +22,18 @@ typedef struct hsri_packed {
     uint32_t       n_runs;    /* ceil(k / 32) */
 } hsri_packed;
 
+/* Pages that are made as they are needed: keys, and some time later values, of pages [first, end), a block of at most HSRI_PAGES_MADE
+ * that begins at a multiple of that; blocks in order, each once. What is made of a block may go where that of the block before was. For
+ * the AMX level's bf16 pages only, and at most HSRI_QUERIES_ONCE queries: more go through the pages more than once. */
+typedef struct hsri_page_maker {
+    void (*keys)(const void *of, uint32_t first, uint32_t end);
+    void (*values)(const void *of, uint32_t first, uint32_t end);
+    const void *of;
+} hsri_page_maker;
+
+#define HSRI_PAGES_MADE 2u
+#define HSRI_QUERIES_ONCE 32u
+
 /* One (query rows, kv head, group) piece of attention: tokens [t0, t0 + n_tokens) of one sequence, t0 a multiple of
  * HSRI_GROUP_TOKENS or of HSRI_PAGE_TOKENS; query i sees the first visible[i] of them (0: none). */
 typedef struct hsri_attend_args {
@@ -34,6 +46,7 @@ typedef struct hsri_attend_args {
     const uint32_t *visible;       /* [n_queries] */
     float          *const *partials;/* [n_queries] -> { m, l, o[d] } (device.h, attend) */
     float          *scratch;       /* per thread: HSRI_ATTEND_SCRATCH floats */
+    const hsri_page_maker *maker;  /* NULL: the pages are there */
 } hsri_attend_args;
 
 #define HSRI_ATTEND_MAX_QUERIES 64u   /* most queries of one call */

@@ -36,11 +36,8 @@ typedef struct hsri_lay_out_args {
 } hsri_lay_out_args;
 
 #define HSRI_UNITS_MAX 64u          /* a dense group */
-/* Scores and weights of all queries, with gaps and sums; the codes of two pages as numbers, keys or values; scales, means and scaled
- * queries. */
-#define HSRI_UNITS_SCRATCH \
-    (HSRI_UNITS_MAX * (2u * (HSRI_ATTEND_MAX_QUERIES + 1u) * HSRI_UNIT_TOKENS + HSRI_ATTEND_MAX_QUERIES) + \
-     2u * (66u * HSRI_ATTEND_MAX_HEAD_DIM + HSRI_ATTEND_MAX_QUERIES * 16u))
+/* What attention over plain pages takes, and bf16 pages without their headers: two of the largest, 16 of up to 128 components. */
+#define HSRI_UNITS_SCRATCH (HSRI_ATTEND_SCRATCH + 2u * (2u * HSRI_PAGE_TOKENS * HSRI_ATTEND_MAX_HEAD_DIM + HSRI_PAGE_HEADER_BYTES / 4u))
 
 /* Floats of work space of `encode`. */
 static inline uint64_t hsri_encode_scratch(uint32_t d) { return (2ull * HSRI_PAGE_TOKENS + HSRI_PAGE_TOKENS / 4 + 24) * d; }

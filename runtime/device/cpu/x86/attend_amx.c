@@ -517,6 +517,19 @@ INLINE void finish_tiles(const work *w, uint32_t tile, uint32_t n_tiles)
     }
 }
 
+/* Keys or values of a step's pages, if they have still to be made. */
+INLINE void make_pages(const work *w, const step *s, bool values)
+{
+    const hsri_page_maker *maker = w->a->maker;
+    if (maker && s->n_runs > 0) {
+        uint32_t end = (uint32_t)hsri_div_up(s->t + s->n_runs * HSRI_RUN, HSRI_PAGE_TOKENS);
+        (values ? maker->values : maker->keys)(maker->of, s->t / HSRI_PAGE_TOKENS, end);
+    }
+}
+
+_Static_assert(BLOCK_TOKENS == HSRI_PAGES_MADE * HSRI_PAGE_TOKENS, "a block is what is made at a time");
+_Static_assert(HSRI_QUERIES_ONCE == 2 * TILE_ROWS, "two tiles go through all blocks together");
+
 /* Output of a step, weights of the next, scores of the one behind that, which go where the first step's weights are. */
 INLINE void attend_steps(const work *w, const step *valued, const step *weighed, const step *scored, flow *f, uint32_t n_tiles)
 {
@@ -526,7 +539,9 @@ INLINE void attend_steps(const work *w, const step *valued, const step *weighed,
     f->scores = weighed->scores;
     /* the last scores to be weighed are still in their tiles */
     store_sums(f, n_tiles);
+    make_pages(w, valued, true);
     value_step(w, valued, f, n_tiles);
+    make_pages(w, scored, false);
     score_step(w, scored, f, n_tiles);
     weigh_rows(w, f, UINT32_MAX);
 }

@@ -1,427 +1,294 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* AMX: attention over int8 pages in tiles. Codes are whole numbers that bf16 holds exactly; queries, scaled by the page's key scales, and
- * softmax weights are rounded to bf16, as for bf16 pages. Means stay in float: the page's mean key is what sums of scores start from, its
- * mean value is added once for all its tokens.
+/* AMX: attention over int8 pages, which are laid out as bf16 pages and attended as such (attend_amx.c).
  *
- * A page's codes become tiles: of 16 pairs of components x 16 tokens for keys, of 16 pairs of tokens x 16 components for values. A row's
- * sums do not depend on the other rows of its tile. Tiles are set up and released inside each call. */
+ * A component becomes its difference from the mean of the call's first page, base + scale * code, rounded: to within a quarter of a step of
+ * 8 bits, an eighth for most, where pages have about the same mean. The first page's mean is put back at the end: a mean key adds the same
+ * to all scores of a query, a mean value the same to all outputs. So what many tokens have in common costs the rest no bits.
+ *
+ * Few queries have their pages laid out as they are attended, block by block, in work space that a first-level cache holds. For many, which
+ * go through the pages more than once, all are laid out before. */
 #include <assert.h>
 #include <immintrin.h>
-#include <math.h>
-#include <stdbool.h>
 #include <string.h>
 
 #include "base/array.h"
 #include "device/cpu/kernels.h"
 #include "device/cpu/x86/lanes512.h"
-#include "device/cpu/x86/tiles.h"
 #include "device/formats.h"
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
-/* ---- tiles ---- */
+/* ---- codes as numbers ---- */
 
-/* Sums are tiles 0 to 3 and inputs tile 4; codes are tiles 5 and 6. */
-#define INPUT_TILES 5u
+/* How 16 numbers are made of bytes in floats (below): base + scale * float. Lanes are pairs: of one component of two tokens, or of two
+ * components of a token. */
+typedef struct maker {
+    __m512 scale, base;
+} maker;
 
-/* sums[i] += inputs * codes + step i, for the first n of four */
-#define MULTIPLY_FOUR(n, codes, step) \
-    do { \
-        TILE_LOAD(5, codes, 64); \
-        TILE_MULTIPLY(0, 4, 5); \
-        if ((n) > 1) { \
-            TILE_LOAD(6, (codes) + (step), 64); \
-            TILE_MULTIPLY(1, 4, 6); \
-        } \
-        if ((n) > 2) { \
-            TILE_LOAD(5, (codes) + 2 * (step), 64); \
-            TILE_MULTIPLY(2, 4, 5); \
-        } \
-        if ((n) > 3) { \
-            TILE_LOAD(6, (codes) + 3 * (step), 64); \
-            TILE_MULTIPLY(3, 4, 6); \
-        } \
-    } while (0)
+/* A byte in bits 8 to 15 of a float with this exponent makes it 2^15 + byte, without a conversion. Codes are bytes less 128. */
+#define BYTE_EXPONENT 0x47000000
+#define BYTE_BASE (0x1p15f + 128.0f)
 
-#define STORE_FOUR(n, at, step) \
-    do { \
-        TILE_STORE(0, at, 64); \
-        if ((n) > 1) { \
-            TILE_STORE(1, (at) + (step), 64); \
-        } \
-        if ((n) > 2) { \
-            TILE_STORE(2, (at) + 2 * (step), 64); \
-        } \
-        if ((n) > 3) { \
-            TILE_STORE(3, (at) + 3 * (step), 64); \
-        } \
-    } while (0)
+INLINE maker maker_of(__m512 scale, __m512 base)
+{
+    return (maker) { scale, _mm512_fnmadd_ps(scale, _mm512_set1_ps(BYTE_BASE), base) };
+}
 
-static inline __m512 from_bf16(__m256i v) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(v), 16)); }
+/* Two rows of 16 codes, side by side in bf16: dword i is { even[i], odd[i] }. */
+INLINE __m512i line_of(__m128i even, __m128i odd, maker low, maker high)
+{
+    const __m512i exponent = _mm512_set1_epi32(BYTE_EXPONENT);
+    const __m512i first = _mm512_set_epi32(0x1700, 0x700, 0x1600, 0x600, 0x1500, 0x500, 0x1400, 0x400,
+                                           0x1300, 0x300, 0x1200, 0x200, 0x1100, 0x100, 0x1000, 0);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(0x800));
+    const __mmask64 byte = 0x2222222222222222u;
+    __m256i both = _mm256_xor_si256(_mm256_inserti128_si256(_mm256_castsi128_si256(even), odd, 1), _mm256_set1_epi8(-128));
+    __m512i codes = _mm512_castsi256_si512(both);
+    __m512 a = _mm512_castsi512_ps(_mm512_mask_permutexvar_epi8(exponent, byte, first, codes));
+    __m512 b = _mm512_castsi512_ps(_mm512_mask_permutexvar_epi8(exponent, byte, second, codes));
+    a = _mm512_fmadd_ps(a, low.scale, low.base);
+    b = _mm512_fmadd_ps(b, high.scale, high.base);
+    return (__m512i)_mm512_cvtne2ps_pbh(b, a);
+}
+
+/* ---- pages ---- */
+
+/* Units of one page that are neighbours in a list. */
+typedef struct page_run {
+    const uint8_t *slot, *units;
+    uint32_t n;
+} page_run;
+
+static page_run run_at(const hsri_units_args *a, uint32_t first, uint32_t end)
+{
+    uint32_t n = 1;
+    while (first + n < end && a->slots[first + n] == a->slots[first] && n < HSRI_PAGE_UNITS) {
+        n++;
+    }
+    return (page_run) { a->slots[first], a->units + first, n };
+}
+
+INLINE __m512 floats_at(const uint8_t *slot, uint32_t d, uint32_t which, uint32_t j)
+{
+    return _mm512_maskz_loadu_ps(j < d ? lanes(d - j) : 0, hsri_int8_array(slot, d, which) + (j < d ? 4 * j : 0));
+}
+
+/* Where a line of keys is that unit `to` of a page has, and a line of values from component j on. Headers are not touched. */
+INLINE uint8_t *key_line(uint8_t *page, uint32_t pair, uint32_t to)
+{
+    return page + HSRI_PAGE_HEADER_BYTES + pair * HSRI_PAGE_TOKENS * 4 + to * 64;
+}
+
+INLINE uint8_t *value_line(uint8_t *page, uint32_t d, uint32_t pair, uint32_t j)
+{
+    return page + HSRI_PAGE_HEADER_BYTES + (size_t)d * HSRI_PAGE_TOKENS * 2 + ((size_t)pair * d + j) * 4;
+}
+
+/* Where units go: `to` counts them through all pages. */
+typedef struct places {
+    uint8_t *const *pages;
+    uint32_t to, d;
+    const uint8_t *reference;   /* the page whose means are taken away */
+} places;
+
+/* Scales and bases of 16 components, of keys or values. */
+INLINE void read_channels(const places *at, const uint8_t *slot, uint32_t which, uint32_t j, __m512 *scale, __m512 *base)
+{
+    *scale = floats_at(slot, at->d, which + HSRI_INT8_K_SCALE, j);
+    *base = _mm512_sub_ps(floats_at(slot, at->d, which, j), floats_at(at->reference, at->d, which, j));
+}
+
+/* `next`: a page that will be read soon, or NULL: pages are too short for the hardware to find out in time. */
+INLINE void fetch(const uint8_t *next, size_t at)
+{
+    if (next) {
+        _mm_prefetch((const char *)next + at, _MM_HINT_T1);
+        _mm_prefetch((const char *)next + at + 64, _MM_HINT_T1);
+    }
+}
+
+/* Components j and j + 1. */
+INLINE void lay_out_pair(const places *at, const page_run *run, uint32_t j, maker m)
+{
+    const uint8_t *keys = hsri_int8_keys(run->slot, at->d) + j * HSRI_PAGE_TOKENS;
+    for (uint32_t u = 0; u < run->n; u++) {
+        const uint8_t *from = keys + run->units[u] * HSRI_UNIT_TOKENS;
+        const uint32_t to = at->to + u;
+        __m128i even = _mm_loadu_si128((const __m128i *)from), odd = _mm_loadu_si128((const __m128i *)(from + HSRI_PAGE_TOKENS));
+        _mm512_storeu_si512(key_line(at->pages[to / HSRI_PAGE_UNITS], j / 2, to % HSRI_PAGE_UNITS), line_of(even, odd, m, m));
+    }
+}
+
+/* Two floats, again and again. */
+INLINE __m512 repeated(const float *two)
+{
+    double both;
+    memcpy(&both, two, sizeof both);
+    return _mm512_castpd_ps(_mm512_set1_pd(both));
+}
+
+INLINE void lay_out_keys(const places *at, const page_run *run, const uint8_t *next)
+{
+    const size_t begin = (size_t)(hsri_int8_keys(run->slot, at->d) - run->slot);
+    for (uint32_t first = 0; first < at->d; first += 16) {
+        _Alignas(64) float scales[16], bases[16];
+        __m512 scale, base;
+        read_channels(at, run->slot, HSRI_INT8_K_MEAN, first, &scale, &base);
+        maker all = maker_of(scale, base);
+        _mm512_store_ps(scales, all.scale);
+        _mm512_store_ps(bases, all.base);
+        for (uint32_t i = 0; i < 16 && first + i < at->d; i += 2) {
+            fetch(next, begin + (first + i) * HSRI_PAGE_TOKENS);
+            lay_out_pair(at, run, first + i, (maker) { repeated(scales + i), repeated(bases + i) });
+        }
+    }
+}
+
+/* Lanes i / 2 (+ 8) of a register. */
+INLINE __m512 doubled(__m512 v, int32_t first)
+{
+    const __m512i half = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+    return _mm512_permutexvar_ps(_mm512_add_epi32(half, _mm512_set1_epi32(first)), v);
+}
+
+INLINE void lay_out_values(const places *at, const page_run *run, const uint8_t *next)
+{
+    const uint8_t *values = hsri_int8_values(run->slot, at->d);
+    const size_t begin = (size_t)(values - run->slot);
+    for (uint32_t j = 0; j < at->d; j += 16) {
+        const __mmask16 m = lanes(at->d - j);
+        __m512 scale, base;
+        read_channels(at, run->slot, HSRI_INT8_V_MEAN, j, &scale, &base);
+        maker all = maker_of(scale, base), low = { doubled(all.scale, 0), doubled(all.base, 0) };
+        maker high = { doubled(all.scale, 8), doubled(all.base, 8) };
+        for (uint32_t u = 0; u < run->n; u++) {
+            const uint8_t *from = values + run->units[u] * HSRI_UNIT_TOKENS * at->d + j;
+            const uint32_t to = at->to + u;
+            uint8_t *page = at->pages[to / HSRI_PAGE_UNITS];
+            fetch(next, begin + (j * HSRI_PAGE_UNITS + u * 16) * HSRI_UNIT_TOKENS);
+            fetch(next, begin + (j * HSRI_PAGE_UNITS + u * 16) * HSRI_UNIT_TOKENS + 128);
+            UNROLL
+            for (uint32_t t = 0; t < HSRI_UNIT_TOKENS; t += 2, from += 2 * at->d) {
+                __m128i even = _mm_maskz_loadu_epi8(m, from), odd = _mm_maskz_loadu_epi8(m, from + at->d);
+                uint32_t pair = (to % HSRI_PAGE_UNITS * HSRI_UNIT_TOKENS + t) / 2;
+                _mm512_mask_storeu_epi32(value_line(page, at->d, pair, j), m, line_of(even, odd, low, high));
+            }
+        }
+    }
+}
+
+/* Units [first, end) of the call. Meanwhile what the next as many will need is asked for. */
+INLINE void lay_out(const hsri_units_args *a, uint8_t *const *pages, uint32_t d, uint32_t first, uint32_t end, bool values)
+{
+    page_run run;
+    for (uint32_t i = first; i < end; i += run.n) {
+        places at = { pages, i, d, a->slots[0] };
+        run = run_at(a, i, end);
+        const uint32_t behind = i + end - first;
+        const uint8_t *next = behind < a->n_units ? a->slots[behind] : NULL;
+        if (values) {
+            lay_out_values(&at, &run, next);
+        } else {
+            lay_out_keys(&at, &run, next);
+        }
+    }
+}
 
 /* ---- a call ---- */
 
-/* Units of one page that are attended together. */
-typedef struct page_run {
-    const uint8_t *slot, *units;
-    uint32_t first, n;
-} page_run;
+typedef struct call {
+    const hsri_units_args *units;
+    uint8_t *pages[HSRI_UNITS_MAX / HSRI_PAGE_UNITS];
+} call;
 
-/* One page in the form that tiles take. A tile load waits for the stores that made its rows, so a page is prepared while the one
- * before it is multiplied. */
-typedef struct prepared {
-    page_run run;
-    uint8_t *codes;                    /* tiles */
-    float   *scale, *mean;
-    uint16_t *scaled;                  /* keys: [queries][n_steps * 32], queries times key scales */
-    float   *start;                    /* keys: [queries][16], what the mean key adds to all scores */
-} prepared;
+/* From a page to the next, whose header nobody needs. */
+INLINE size_t page_step(uint32_t d) { return (size_t)4 * HSRI_PAGE_TOKENS * d; }
 
-/* Queries go in tiles of `rows`; the last tile may overlap the one before, with the same results. */
-typedef struct work {
-    const hsri_units_args *a;
-    uint32_t rows, n_tiles, n_steps;   /* n_steps: 32 components each */
-    size_t   unit_stride;              /* floats between the scores of units */
-    float   *scores;                   /* [units]: [queries][16 tokens] */
-    float   *weights;                  /* [pairs of units of a run]: bf16 [queries][32 tokens], as far apart as scores */
-    float   *sums;                     /* [runs][queries]: of weights */
-    prepared pages[2];
-} work;
-
-static uint32_t query0(const work *w, uint32_t tile) { return (uint32_t)hsri_min((uint64_t)tile * w->rows, w->a->n_queries - w->rows); }
-
-#define UNIT_STRIDE (HSRI_ATTEND_MAX_QUERIES * 16 + 16)
-#define CODE_FLOATS(d) (4 * hsri_div_up(d, 32) * TILE_BYTES / 4)
-#define PAGE_FLOATS(d) \
-    (CODE_FLOATS(d) + 2 * hsri_round_up(d, 16) + HSRI_ATTEND_MAX_QUERIES * (hsri_round_up(d, 32) / 2 + 16))
-
-static prepared prepared_at(float *at, uint32_t d)
+/* Lays out pages [first, end) of a call; the common head size is compiled in. */
+INLINE void make_pages(const call *c, uint32_t first, uint32_t end, bool values)
 {
-    prepared p = { .codes = (uint8_t *)at, .scale = at + CODE_FLOATS(d) };
-    p.mean = p.scale + hsri_round_up(d, 16);
-    p.start = p.mean + hsri_round_up(d, 16);
-    p.scaled = (uint16_t *)(p.start + HSRI_ATTEND_MAX_QUERIES * 16);
-    return p;
-}
-
-static work work_of(const hsri_units_args *a)
-{
-    uint32_t n_tiles = (uint32_t)hsri_div_up(a->n_queries, TILE_ROWS), d = a->head_dim;
-    work w = { .a = a, .rows = (uint32_t)hsri_div_up(a->n_queries, n_tiles), .n_tiles = n_tiles, .n_steps = (uint32_t)hsri_div_up(d, 32),
-               .unit_stride = a->n_queries * 16 + 16, .scores = a->scratch };
-    float *pages = w.scores + (2 * UNIT_STRIDE + HSRI_ATTEND_MAX_QUERIES) * HSRI_UNITS_MAX;
-    w.weights = w.scores + HSRI_UNITS_MAX * UNIT_STRIDE;
-    w.sums = w.weights + HSRI_UNITS_MAX * UNIT_STRIDE;
-    w.pages[0] = prepared_at(pages, d);
-    w.pages[1] = prepared_at(pages + PAGE_FLOATS(d), d);
-    assert((2 * UNIT_STRIDE + HSRI_ATTEND_MAX_QUERIES) * HSRI_UNITS_MAX + 2 * PAGE_FLOATS(d) <= HSRI_UNITS_SCRATCH);
-    return w;
-}
-
-static page_run run_at(const hsri_units_args *a, uint32_t first)
-{
-    uint32_t n = 1;
-    while (first + n < a->n_units && a->slots[first + n] == a->slots[first] && n < HSRI_PAGE_UNITS) {
-        n++;
-    }
-    return (page_run) { a->slots[first], a->units + first, first, n };
-}
-
-static void fetch(const uint8_t *at, size_t bytes)
-{
-    for (size_t i = 0; i < bytes; i += 64) {
-        _mm_prefetch((const char *)at + i, _MM_HINT_T0);
+    const uint32_t n = (uint32_t)hsri_min(end * HSRI_PAGE_UNITS, c->units->n_units);
+    if (c->units->head_dim == 64) {
+        lay_out(c->units, c->pages, 64, first * HSRI_PAGE_UNITS, n, values);
+    } else {
+        lay_out(c->units, c->pages, c->units->head_dim, first * HSRI_PAGE_UNITS, n, values);
     }
 }
 
-/* What the next run will read: pages are too short for the hardware to find out in time. */
-static void fetch_run(const hsri_units_args *a, uint32_t first, bool values)
+static void make_keys(const void *of, uint32_t first, uint32_t end) { make_pages(of, first, end, false); }
+static void make_values(const void *of, uint32_t first, uint32_t end) { make_pages(of, first, end, true); }
+
+/* What the means of the first page add. */
+static void add_means(const hsri_units_args *a)
 {
-    const uint32_t d = a->head_dim;
-    if (first >= a->n_units) {
-        return;
-    }
-    page_run run = run_at(a, first);
-    fetch(run.slot, HSRI_PAGE_HEADER_BYTES + 16 * d);
-    if (!values) {
-        fetch(hsri_int8_keys(run.slot, d), HSRI_PAGE_TOKENS * d);
-        return;
-    }
-    for (uint32_t u = 0; u < run.n; u++) {
-        fetch(hsri_int8_values(run.slot, d) + run.units[u] * HSRI_UNIT_TOKENS * d, HSRI_UNIT_TOKENS * d);
-    }
-}
-
-/* ---- codes as bf16 ---- */
-
-/* Where a row of components (2 pair, 2 pair + 1) is in the tiles of a unit. */
-INLINE uint8_t *key_row(uint8_t *tiles, uint32_t pair) { return tiles + pair / 16 * (4 * TILE_BYTES) + pair % 16 * 64; }
-
-/* Bytes of two rows side by side as bf16 */
-INLINE __m512i int8_row(__m128i even, __m128i odd)
-{
-    __m512i c0 = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(even)));
-    __m512i c1 = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(odd)));
-    return _mm512_or_si512(_mm512_srli_epi32(c0, 16), c1);   /* the low halves are zeros */
-}
-
-static void unpack_keys(const uint8_t *slot, uint32_t d, uint32_t unit, uint8_t *tiles)
-{
-    const uint8_t *keys = hsri_int8_keys(slot, d) + unit * HSRI_UNIT_TOKENS;
-    for (uint32_t j = 0; j < d; j += 2) {
-        const uint8_t *at = keys + j * HSRI_PAGE_TOKENS;
-        __m128i odd = j + 1 < d ? _mm_loadu_si128((const __m128i *)(at + HSRI_PAGE_TOKENS)) : _mm_setzero_si128();
-        _mm512_store_si512(key_row(tiles, j / 2), int8_row(_mm_loadu_si128((const __m128i *)at), odd));
-    }
-}
-
-static void unpack_values(const uint8_t *slot, uint32_t d, uint32_t unit, uint8_t *tiles)
-{
-    const uint8_t *values = hsri_int8_values(slot, d) + unit * HSRI_UNIT_TOKENS * d;
-    for (uint32_t t = 0; t < HSRI_UNIT_TOKENS; t += 2) {
-        for (uint32_t j = 0; j < d; j += 16) {
-            __m128i even = _mm_maskz_loadu_epi8(lanes(d - j), values + t * d + j);
-            __m128i odd = _mm_maskz_loadu_epi8(lanes(d - j), values + (t + 1) * d + j);
-            _mm512_store_si512(tiles + j / 16 * TILE_BYTES + t / 2 * 64, int8_row(even, odd));
+    for (uint32_t i = 0; i < a->n_queries; i++) {
+        float *partial = a->partials[i];
+        const __m512 weight = _mm512_set1_ps(partial[1]);
+        __m512 sum = _mm512_setzero_ps();
+        for (uint32_t j = 0; j < a->head_dim; j += 16) {
+            const __mmask16 m = lanes(a->head_dim - j);
+            __m512 query = _mm512_maskz_loadu_ps(m, a->queries[i] + j), out = _mm512_maskz_loadu_ps(m, partial + 2 + j);
+            sum = _mm512_fmadd_ps(query, floats_at(a->slots[0], a->head_dim, HSRI_INT8_K_MEAN, j), sum);
+            out = _mm512_fmadd_ps(weight, floats_at(a->slots[0], a->head_dim, HSRI_INT8_V_MEAN, j), out);
+            _mm512_mask_storeu_ps(partial + 2 + j, m, out);
         }
+        partial[0] += a->scale * _mm512_reduce_add_ps(sum);
     }
 }
 
-/* ---- scales and means ---- */
-
-static void read_scales(const work *w, const prepared *p, bool values)
+static void attend_made(const hsri_units_args *a, uint8_t *const *pages, const hsri_page_maker *maker)
 {
-    const uint32_t d = w->a->head_dim;
-    const uint8_t *mean = hsri_int8_array(p->run.slot, d, values ? HSRI_INT8_V_MEAN : HSRI_INT8_K_MEAN);
-    const uint8_t *scale = hsri_int8_array(p->run.slot, d, values ? HSRI_INT8_V_SCALE : HSRI_INT8_K_SCALE);
-    for (uint32_t j = 0; j < d; j += 16) {
-        _mm512_storeu_ps(p->mean + j, _mm512_maskz_loadu_ps(lanes(d - j), mean + 4 * j));
-        _mm512_storeu_ps(p->scale + j, _mm512_maskz_loadu_ps(lanes(d - j), scale + 4 * j));
+    uint32_t visible[HSRI_ATTEND_MAX_QUERIES];
+    for (uint32_t i = 0; i < a->n_queries; i++) {
+        visible[i] = a->n_units * HSRI_UNIT_TOKENS;
     }
+    hsri_attend_bf16_amx(&(hsri_attend_args) {
+        .pages = (const uint8_t *const *)pages, .n_pages = (uint32_t)hsri_div_up(a->n_units, HSRI_PAGE_UNITS), .head_dim = a->head_dim,
+        .scale = a->scale, .n_queries = a->n_queries, .queries = a->queries, .visible = visible, .partials = a->partials,
+        .scratch = a->scratch, .maker = maker });
+    add_means(a);
 }
 
-/* ---- scores ---- */
+/* Work space of the pages: what attend_amx.c leaves, where two pages fit at least. */
+#define ROOM ((HSRI_UNITS_SCRATCH - HSRI_ATTEND_SCRATCH) * sizeof(float) - HSRI_PAGE_HEADER_BYTES)
+_Static_assert(2 * 4 * HSRI_PAGE_TOKENS * HSRI_ATTEND_MAX_HEAD_DIM <= ROOM, "a block of pages fits");
 
-static void scale_query(const work *w, const prepared *p, uint32_t query)
+static call call_of(const hsri_units_args *a, uint32_t n_pages)
 {
-    const uint32_t d = w->a->head_dim, stride = w->n_steps * 32;
-    const float *q = w->a->queries[query];
-    __m512 sum = _mm512_setzero_ps();
-    for (uint32_t j = 0; j < stride; j += 16) {
-        __mmask16 m = j < d ? lanes(d - j) : 0;
-        __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(m, q + j), _mm512_maskz_loadu_ps(m, p->scale + j));
-        _mm256_storeu_si256((__m256i *)(p->scaled + query * stride + j), (__m256i)_mm512_cvtneps_pbh(scaled));
-        sum = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(m, q + j), _mm512_maskz_loadu_ps(m, p->mean + j), sum);
+    call c = { .units = a };
+    for (uint32_t i = 0; i < HSRI_UNITS_MAX / HSRI_PAGE_UNITS; i++) {
+        c.pages[i] = (uint8_t *)(a->scratch + HSRI_ATTEND_SCRATCH) + i % n_pages * page_step(a->head_dim);
     }
-    _mm512_store_ps(p->start + query * 16, _mm512_set1_ps(_mm512_reduce_add_ps(sum)));
+    return c;
 }
 
-static void prepare_keys(const work *w, prepared *p, uint32_t first)
+/* Queries that go through pages once. */
+static void attend_few(const hsri_units_args *a)
 {
-    p->run = run_at(w->a, first);
-    fetch_run(w->a, first + p->run.n, false);
-    read_scales(w, p, false);
-    for (uint32_t i = 0; i < w->a->n_queries; i++) {
-        scale_query(w, p, i);
-    }
-    for (uint32_t u = 0; u < p->run.n; u++) {
-        unpack_keys(p->run.slot, w->a->head_dim, p->run.units[u], p->codes + u * TILE_BYTES);
-    }
-}
-
-static void score_page(const work *w, const prepared *p)
-{
-    const uint32_t n = p->run.n;
-    for (uint32_t tile = 0; tile < w->n_tiles; tile++) {
-        uint32_t first = query0(w, tile);
-        float *scores = w->scores + p->run.first * w->unit_stride + first * 16;
-        const float *start = p->start + first * 16;
-        const uint16_t *scaled = p->scaled + first * w->n_steps * 32;
-        TILE_LOAD(0, start, 64);
-        TILE_LOAD(1, start, 64);
-        TILE_LOAD(2, start, 64);
-        TILE_LOAD(3, start, 64);
-        for (uint32_t step = 0; step < w->n_steps; step++) {
-            const uint8_t *codes = p->codes + (size_t)step * 4 * TILE_BYTES;
-            TILE_LOAD(4, scaled + step * 32, w->n_steps * 64);
-            MULTIPLY_FOUR(n, codes, TILE_BYTES);
-        }
-        STORE_FOUR(n, scores, w->unit_stride);
-    }
-}
-
-/* ---- softmax ---- */
-
-/* 2^t: 2^floor(t) times a polynomial of the fraction, right to 3e-6. NaN stays NaN. */
-INLINE __m512 exp2_close(__m512 t)
-{
-    __m512 f = _mm512_reduce_ps(t, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-    __m512 p = _mm512_set1_ps(0x1.bb0b0ap-7f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.aa4a66p-5f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.ee718ap-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.62d1c4p-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.00002ap+0f));
-    return _mm512_scalef_ps(p, t);
-}
-
-/* Weights of one query, rounded to bf16, and their sums by run; gives max and the sum of all. A NaN score never becomes the maximum,
- * but its weight is NaN, and so are the sums. */
-static void softmax(const work *w, uint32_t query, float *max, float *sum)
-{
-    const hsri_units_args *a = w->a;
-    const float *scores = w->scores + query * 16;
-    const __m512 scale = _mm512_set1_ps(a->scale), log2e = _mm512_set1_ps(0x1.715476p+0f);
-    __m512 largest[2] = { _mm512_set1_ps(-INFINITY), _mm512_set1_ps(-INFINITY) };
-    for (uint32_t u = 0; u < a->n_units; u++) {
-        largest[u % 2] = _mm512_max_ps(_mm512_mul_ps(_mm512_loadu_ps(scores + u * w->unit_stride), scale), largest[u % 2]);
-    }
-    *max = _mm512_reduce_max_ps(_mm512_max_ps(largest[0], largest[1]));
-    *sum = 0;
-    __m512 slope = _mm512_mul_ps(scale, log2e), top = _mm512_mul_ps(_mm512_set1_ps(*max), log2e);
-    uint32_t step = 0, n_runs = 0;
-    for (uint32_t u = 0; u < a->n_units; n_runs++) {
-        page_run run = run_at(a, u);
-        __m512 total = _mm512_setzero_ps();
-        for (uint32_t i = 0; i < hsri_round_up(run.n, 2); i++) {
-            uint16_t *weights = (uint16_t *)(w->weights + (step + i / 2) * w->unit_stride + query * 16) + i % 2 * 16;
-            __m256i rounded = _mm256_setzero_si256();
-            if (i < run.n) {
-                __m512 score = _mm512_loadu_ps(scores + (u + i) * w->unit_stride);
-                rounded = (__m256i)_mm512_cvtneps_pbh(exp2_close(_mm512_fmsub_ps(score, slope, top)));
-                total = _mm512_add_ps(total, from_bf16(rounded));
-            }
-            _mm256_storeu_si256((__m256i *)weights, rounded);
-        }
-        w->sums[n_runs * HSRI_ATTEND_MAX_QUERIES + query] = _mm512_reduce_add_ps(total);
-        *sum += w->sums[n_runs * HSRI_ATTEND_MAX_QUERIES + query];
-        step += (run.n + 1) / 2;
-        u += run.n;
-    }
-}
-
-/* ---- output ---- */
-
-/* A product of weights and values on its way to the output: added when the next one is under way. */
-typedef struct product {
-    const prepared *page;
-    const float *sums, *values;        /* values: [strips] tiles */
-    uint32_t first, from, j, strips;   /* queries [from, first + rows), since an overlapping tile has added some already */
-} product;
-
-/* o += scale * product + mean * (sum of weights) */
-static void add_product(const work *w, const product *x)
-{
-    for (uint32_t r = x->from - x->first; r < w->rows; r++) {
-        float *o = w->a->partials[x->first + r] + 2 + x->j;
-        __m512 sum = _mm512_set1_ps(x->sums[x->first + r]);
-        for (uint32_t s = 0; s < x->strips; s++) {
-            __mmask16 m = lanes(w->a->head_dim - x->j - s * 16);
-            __m512 v = _mm512_fmadd_ps(_mm512_loadu_ps(x->page->mean + x->j + s * 16), sum, _mm512_maskz_loadu_ps(m, o + s * 16));
-            __m512 values = _mm512_load_ps(x->values + s * (TILE_BYTES / 4) + r * 16);
-            v = _mm512_fmadd_ps(_mm512_loadu_ps(x->page->scale + x->j + s * 16), values, v);
-            _mm512_mask_storeu_ps(o + s * 16, m, v);
-        }
-    }
-}
-
-static void prepare_values(const work *w, prepared *p, uint32_t first)
-{
-    const uint32_t d = w->a->head_dim, n_strips = (uint32_t)hsri_div_up(d, 16);
-    const size_t step_bytes = (size_t)n_strips * TILE_BYTES;
-    p->run = run_at(w->a, first);
-    fetch_run(w->a, first + p->run.n, true);
-    read_scales(w, p, true);
-    for (uint32_t u = 0; u < p->run.n; u++) {
-        unpack_values(p->run.slot, d, p->run.units[u], p->codes + u / 2 * step_bytes + u % 2 * (TILE_BYTES / 2));
-    }
-    for (uint32_t s = 0; p->run.n % 2 == 1 && s < n_strips; s++) {
-        memset(p->codes + p->run.n / 2 * step_bytes + s * TILE_BYTES + TILE_BYTES / 2, 0, TILE_BYTES / 2);
-    }
-}
-
-/* `step`: the run's first pair of units among all. */
-static void value_page(const work *w, const prepared *p, uint32_t step, const float *sums)
-{
-    _Alignas(64) float values[2][4 * TILE_BYTES / 4];
-    const uint32_t n_strips = (uint32_t)hsri_div_up(w->a->head_dim, 16), n_steps = (p->run.n + 1) / 2;
-    const size_t step_bytes = (size_t)n_strips * TILE_BYTES;
-    product pending[2];
-    uint32_t n = 0;
-    for (uint32_t tile = 0; tile < w->n_tiles; tile++) {
-        uint32_t first = query0(w, tile);
-        for (uint32_t s = 0; s < n_strips; s += 4, n++) {
-            uint32_t strips = (uint32_t)hsri_min(4, n_strips - s);
-            TILE_ZERO(0);
-            TILE_ZERO(1);
-            TILE_ZERO(2);
-            TILE_ZERO(3);
-            for (uint32_t i = 0; i < n_steps; i++) {
-                const uint8_t *codes = p->codes + i * step_bytes + s * TILE_BYTES;
-                TILE_LOAD(4, w->weights + (step + i) * w->unit_stride + first * 16, 64);
-                MULTIPLY_FOUR(strips, codes, TILE_BYTES);
-            }
-            STORE_FOUR(strips, values[n % 2], TILE_BYTES / 4);
-            pending[n % 2] = (product) { p, sums, values[n % 2], first, tile * w->rows, s * 16, strips };
-            if (n > 0) {
-                add_product(w, &pending[(n - 1) % 2]);
-            }
-        }
-    }
-    add_product(w, &pending[(n - 1) % 2]);
-}
-
-/* ---- calls ---- */
-
-static void score_all(work *w)
-{
-    prepare_keys(w, &w->pages[0], 0);
-    for (uint32_t i = 0, which = 0; i < w->a->n_units; which ^= 1) {
-        i += w->pages[which].run.n;
-        if (i < w->a->n_units) {
-            prepare_keys(w, &w->pages[which ^ 1], i);
-        }
-        score_page(w, &w->pages[which]);
-    }
-}
-
-static void value_all(work *w)
-{
-    uint32_t step = 0;
-    const float *sums = w->sums;
-    prepare_values(w, &w->pages[0], 0);
-    for (uint32_t i = 0, which = 0; i < w->a->n_units; which ^= 1) {
-        const prepared *p = &w->pages[which];
-        i += p->run.n;
-        if (i < w->a->n_units) {
-            prepare_values(w, &w->pages[which ^ 1], i);
-        }
-        value_page(w, p, step, sums);
-        step += (p->run.n + 1) / 2;
-        sums += HSRI_ATTEND_MAX_QUERIES;
-    }
+    call c = call_of(a, HSRI_PAGES_MADE);
+    attend_made(a, c.pages, &(hsri_page_maker) { make_keys, make_values, &c });
 }
 
 /* n_units > 0 */
 static void attend_int8(const hsri_units_args *a)
 {
-    work w = work_of(a);
-    tiles_configure(INPUT_TILES, w.rows);
-    /* components behind d: nothing else may be in their place */
-    for (uint32_t pair = (a->head_dim + 1) / 2; pair < w.n_steps * 16; pair++) {
-        for (uint32_t u = 0; u < HSRI_PAGE_UNITS; u++) {
-            memset(key_row(w.pages[0].codes + u * TILE_BYTES, pair), 0, 64);
-            memset(key_row(w.pages[1].codes + u * TILE_BYTES, pair), 0, 64);
-        }
+    const uint32_t n_pages = (uint32_t)hsri_div_up(a->n_units, HSRI_PAGE_UNITS);
+    if (a->n_queries > HSRI_QUERIES_ONCE && n_pages * page_step(a->head_dim) <= ROOM) {
+        call c = call_of(a, n_pages);
+        make_keys(&c, 0, n_pages);
+        make_values(&c, 0, n_pages);
+        attend_made(a, c.pages, NULL);
+        return;
     }
-    score_all(&w);
-    for (uint32_t i = 0; i < a->n_queries; i++) {
-        float *partial = a->partials[i];
-        softmax(&w, i, &partial[0], &partial[1]);
-        memset(partial + 2, 0, a->head_dim * sizeof *partial);
+    for (uint32_t first = 0; first < a->n_queries; first += HSRI_QUERIES_ONCE) {
+        hsri_units_args some = *a;
+        some.n_queries = (uint32_t)hsri_min(HSRI_QUERIES_ONCE, a->n_queries - first);
+        some.queries += first;
+        some.partials += first;
+        attend_few(&some);
     }
-    value_all(&w);
-    tiles_release();
 }
 
 void hsri_page_kernels_fill_amx(hsri_page_kernels *k)
