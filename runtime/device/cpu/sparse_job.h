@@ -152,8 +152,8 @@ typedef struct measure {
 static inline float factor_of(float raised, float top) { return raised == top ? 1.0f : expf(raised - top); }
 static inline float chunk_factor(const measure *m, uint32_t i) { return factor_of(m->raised[i], m->top); }
 
-/* What a mass of chunk i is of all; 0 if the head is not a number. Where there is next to no mass at all, it is as much as a float can hold:
- * a mass of zero is no share, and zero times infinity would be none for the other heads either. */
+/* What a mass of chunk i is of all; 0 if the head is not a number. Where there is next to no mass at all, as much as a float can hold: zero
+ * times infinity would leave the other heads no worth either. */
 static inline float share_of(const measure *m, uint32_t i)
 {
     return m->all > 0.0 ? (float)fmin(chunk_factor(m, i) / m->all, FLT_MAX) : 0.0f;
