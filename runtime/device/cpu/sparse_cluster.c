@@ -57,7 +57,7 @@ bool hsri_cpu_takes_all_clusters(const pick_state *p)
 /* Most tokens of families whose clusters compete. */
 static uint64_t most_admitted(const pick_state *p)
 {
-    return (uint64_t)candidates_of(p) * (p->n_votes > 1 ? ADMITTED_BY_RUN : ADMITTED);
+    return (uint64_t)candidates_of(p) * (p->n_rows > 1 ? ADMITTED_BY_RUN : ADMITTED);
 }
 
 bool hsri_cpu_takes_all_families(const pick_state *p)
