@@ -132,9 +132,9 @@ class Profile:
         if classes is None:
             named = ", ".join(dict.fromkeys([*self.dense_classes, *(name for name, _ in self.class_budgets)]))
             raise InvalidError(f"layers names the class {named}, and the model has no classes of layers: hisparse-rt calibrate finds them")
-        of_class = dict(self.class_budgets)
-        budgets = {layer: of_class[name] for layer, name in enumerate(classes) if name in of_class} | dict(self.layer_budgets)
-        dense = [layer for layer, name in enumerate(classes) if name in self.dense_classes]
+        of_class, own = dict(self.class_budgets), dict(self.layer_budgets)
+        budgets = {layer: of_class[name] for layer, name in enumerate(classes) if name in of_class} | own
+        dense = [layer for layer, name in enumerate(classes) if name in self.dense_classes and layer not in own]
         return replace(self, layer_budgets=tuple(budgets.items()), dense_layers=(*self.dense_layers, *dense), class_budgets=(),
                        dense_classes=())
 

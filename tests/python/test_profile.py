@@ -135,10 +135,11 @@ def test_layers_the_model_lacks():
 
 def test_classes_of_layers():
     """Stand for their layers; what is said of a layer itself goes before."""
-    profile = as_profile({"layers": {"gaussian": {"budget": 256}, "2": {"budget": 512}, "sketch": {"mode": "dense"}}, "dense_layers": [0]})
-    classes = ("gaussian", "sketch", "gaussian", "gaussian")
+    profile = as_profile({"layers": {"gaussian": {"budget": 256}, "2": {"budget": 512}, "4": {"budget": 128}, "sketch": {"mode": "dense"}},
+                          "dense_layers": [0]})
+    classes = ("gaussian", "sketch", "gaussian", "gaussian", "sketch")
     assert profile.for_layers(classes) == as_profile({
-        "layers": {"0": {"budget": 256}, "2": {"budget": 512}, "3": {"budget": 256}}, "dense_layers": [0, 1]})
+        "layers": {"0": {"budget": 256}, "2": {"budget": 512}, "3": {"budget": 256}, "4": {"budget": 128}}, "dense_layers": [0, 1]})
     assert Profile().for_layers(None) == Profile() == Profile().for_layers(classes)
     with pytest.raises(hs.InvalidError, match="layers names the class sketch, gaussian, and the model has no classes of layers"):
         profile.for_layers(None)
