@@ -243,18 +243,27 @@ static void cancel_waiting(hsri_io *io, const hsri_io_file *file)
     }
 }
 
+static void close_idle(hsri_io_file *file)
+{
+    hsri_io_engine *engine = file->io->engine;
+    if (engine->forget)
+        engine->forget(engine, file);
+    hsri_io_file_free(file);
+}
+
 void hsri_io_close(hsri_io_file *file)
 {
     if (!file)
         return;
-    if (!forked(file->io)) {
-        cancel_waiting(file->io, file);
-        if (file->n_jobs > 0) {
-            file->closing = true;
-            return;
-        }
+    if (forked(file->io)) {
+        hsri_io_file_free(file);    /* what the engine knows of it is the parent's */
+        return;
     }
-    hsri_io_file_free(file);
+    cancel_waiting(file->io, file);
+    if (file->n_jobs > 0)
+        file->closing = true;
+    else
+        close_idle(file);
 }
 
 /* ---- reporting ---- */
@@ -266,7 +275,7 @@ static void retire(hsri_io *io, hsri_job *job)
     job->state = HSRI_JOB_FREE;
     hsri_link_before(&io->free_jobs, &job->place);
     if (--file->n_jobs == 0 && file->closing)
-        hsri_io_file_free(file);
+        close_idle(file);
 }
 
 static uint32_t report(hsri_io *io, hsri_io_done *done, uint32_t max)

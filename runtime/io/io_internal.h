@@ -83,6 +83,8 @@ struct hsri_io_engine {
      * is none (HSRI_IO_FOREVER: until one ends or the engine is woken). May return early. */
     void (*collect)(hsri_io_engine *engine, uint64_t timeout_ns, hsri_link *ended);
     void (*wake)(hsri_io_engine *engine);
+    /* A file without ops is about to be closed. NULL: the engine keeps nothing of files. */
+    void (*forget)(hsri_io_engine *engine, const hsri_io_file *file);
     /* End, with n_stuck ops not collected, and call hsri_io_release as soon as nothing uses ops and files any more. */
     void (*destroy)(hsri_io_engine *engine, hsri_io *io, uint32_t n_stuck);
 };

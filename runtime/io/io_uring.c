@@ -42,6 +42,8 @@ typedef struct uring_engine {
     hsri_link       refused;                 /* ended without the kernel */
     const char     *staging;                 /* registered memory, NULL if there is none */
     size_t          staging_bytes;
+    const hsri_io_file *registered;          /* number 0 of the ring's files, NULL if there is none */
+    bool            no_files;                /* registering them was refused */
 } uring_engine;
 
 /* ---- preparing entries ---- */
@@ -69,9 +71,33 @@ static bool in_staging(const uring_engine *e, const struct iovec *iov)
     return e->staging && at >= e->staging && at + iov->iov_len <= e->staging + e->staging_bytes;
 }
 
-static void prepare(const uring_engine *e, struct io_uring_sqe *sqe, const hsri_op *op)
+/* The first file in use, the cold file as a rule, spares the kernel a look-up for each operation. A convenience like the staging memory,
+ * refused where that is. */
+static bool is_registered(uring_engine *e, const hsri_io_file *file)
 {
-    int fd = op->file->fd;
+    if (!e->registered && !e->no_files) {
+        if (io_uring_register_files(&e->ring, &file->fd, 1) == 0)
+            e->registered = file;
+        else
+            e->no_files = true;
+    }
+    return e->registered == file;
+}
+
+/* The ring would keep it open, and with it what it takes of the disk. */
+static void uring_forget(hsri_io_engine *base, const hsri_io_file *file)
+{
+    uring_engine *e = (uring_engine *)base;
+    if (e->registered != file)
+        return;
+    e->no_files = io_uring_unregister_files(&e->ring) != 0;
+    e->registered = NULL;
+}
+
+static void prepare(uring_engine *e, struct io_uring_sqe *sqe, const hsri_op *op)
+{
+    bool registered = is_registered(e, op->file);
+    int fd = registered ? 0 : op->file->fd;
     uint64_t at = op->offset + op->done;
     void *memory = op->iov[0].iov_base;
     unsigned n = (unsigned)op->iov[0].iov_len;
@@ -88,6 +114,8 @@ static void prepare(const uring_engine *e, struct io_uring_sqe *sqe, const hsri_
         io_uring_prep_writev(sqe, fd, op->iov, op->n_iov, at);
     else
         io_uring_prep_readv(sqe, fd, op->iov, op->n_iov, at);
+    if (registered)
+        io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
 }
 
 static void refuse(uring_engine *e, hsri_op *op, int error)
@@ -341,7 +369,8 @@ hsr_status hsri_uring_create(const hsri_io *io, hsri_io_engine **out, hsr_error 
         return status;
     }
     e->base = (hsri_io_engine){
-        .name = "io_uring", .start = uring_start, .collect = uring_collect, .wake = uring_wake, .destroy = uring_destroy,
+        .name = "io_uring", .start = uring_start, .collect = uring_collect, .wake = uring_wake, .forget = uring_forget,
+        .destroy = uring_destroy,
     };
     register_staging(e, io);
     watch_wake_fd(e);

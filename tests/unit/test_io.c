@@ -1024,6 +1024,58 @@ static void child_full_disk(void *arg)
     free(m);
 }
 
+/* ---- what the ring has registered ---- */
+
+/* Files that rings of this process hold, by what the kernel tells of each; -1: it does not. */
+static int count_registered(void)
+{
+    int n = -1;
+    for (int fd = 0; fd < 1024; fd++) {
+        char path[64], line[256];
+        int files;
+        snprintf(path, sizeof path, "/proc/self/fdinfo/%d", fd);
+        FILE *info = fopen(path, "re");
+        while (info && fgets(line, sizeof line, info))
+            if (sscanf(line, "UserFiles: %d", &files) == 1)
+                n = (n < 0 ? 0 : n) + files;
+        if (info)
+            fclose(info);
+    }
+    return n;
+}
+
+static void child_closes(void *file) { hsri_io_close(file); }
+
+/* One file at a time is, and none that was closed: its room on the disk would not come back. A child's closing is no affair of the ring. */
+static void test_registered_file(void)
+{
+    hsri_io *io = make_io(HSRI_IO_URING, NULL);
+    hsri_io_file *first = make_file(io), *second = make_file(io);
+    uint8_t *m = new_memory(BLOCK);
+    if (count_registered() < 0) {
+        fprintf(stderr, "this kernel does not tell: registered files are not tested\n");
+    } else {
+        CHECK(count_registered() == 0);
+        CHECK(transfer_status(io, ask(first, true, 0, m, BLOCK, 1)) == HSR_OK && count_registered() == 1);
+        CHECK(transfer_status(io, ask(second, true, 0, m, BLOCK, 1)) == HSR_OK && count_registered() == 1);
+        in_child(child_closes, first);
+        CHECK(transfer_status(io, ask(first, false, 0, m, BLOCK, 1)) == HSR_OK && count_registered() == 1);
+        hsri_io_close(first);
+        CHECK(count_registered() == 0);
+        CHECK(transfer_status(io, ask(second, false, 0, m, BLOCK, 1)) == HSR_OK && count_registered() == 1);
+        first = make_file(io);
+        submit(io, (hsri_io_request[]){ ask(second, false, 0, m, BLOCK, 1) }, 1);
+        hsri_io_close(second);
+        hsri_io_done done;
+        CHECK(collect(io, &done, 1) && done.retired && count_registered() == 0);
+        second = NULL;
+    }
+    hsri_io_close(first);
+    hsri_io_close(second);
+    end_io(io);
+    free(m);
+}
+
 /* ---- io_uring refused ---- */
 
 typedef struct log_lines {
@@ -1379,6 +1431,7 @@ int main(void)
     if (have_uring) {
         test_kind(HSRI_IO_URING);
         test_in_memory(HSRI_IO_URING);
+        test_registered_file();
         test_refused();
     } else {
         fprintf(stderr, "no io_uring here: that engine is not tested\n");
