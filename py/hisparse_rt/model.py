@@ -164,6 +164,13 @@ class EngineStats:
     warm_slots_wasted: int
     cold_read_latency: tuple[int, ...]
     """Reads by time, queueing included: the first of less than a microsecond, number i of 2**(i - 1) to 2**i microseconds."""
+    cold_pages_moved: int
+    """Pages that have left memory at least once: `cold_evictions` in all."""
+    encoded_pages: int
+    """Pages of one layer and kv head that were encoded, with finite keys and values."""
+    encode_error_mean: float
+    """|x - decoded| / |x| over the keys and values of a page: the mean of all pages encoded so far, and the largest."""
+    encode_error_max: float
 
 
 class _Native:

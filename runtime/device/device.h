@@ -246,10 +246,13 @@ typedef struct hsri_ops {
                     const hsri_matrix *down, hsri_ref down_bias, uint32_t n_rows, hsri_ref scratch, hsri_ref ffn);
 } hsri_ops;
 
-/* Where the time of operations went, in ns since the device was created: of attending and merging, of rotating and choosing, of encoding
- * and indexing pages, and of making cluster records. Other operations are not told apart. */
+/* Since the device was created. Where the time of operations went, in ns: of attending and merging, of rotating and choosing, of encoding
+ * and indexing pages, and of making cluster records; other operations are not told apart. And what encoding lost: of pages whose keys and
+ * values are finite, the relative errors of their headers. */
 typedef struct hsri_spent {
     uint64_t attend, select, seal, cluster;
+    uint64_t n_encoded;
+    double   error_sum, error_max;
 } hsri_spent;
 
 /* A back end in use by one engine. */

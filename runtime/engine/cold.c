@@ -157,6 +157,7 @@ void hsri_cold_publish(hsr_engine *e)
     out->cold_written_bytes = t.written_bytes;
     out->cold_evictions = t.evictions;
     out->cold_max_moves = t.max_moves;
+    out->cold_pages_moved = t.moved;
     out->cold_errors = t.read_failures + t.write_failures + t.mover.bad_pages;
     out->mover_cpu_ns = t.mover.cpu_ns;
     out->cold_largest_free_run = t.homes_free_run;

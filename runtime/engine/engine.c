@@ -299,6 +299,9 @@ void hsri_engine_publish(hsr_engine *e)
     out->select_ns = spent.select;
     out->seal_ns = spent.seal;
     out->cluster_ns = spent.cluster;
+    out->encoded_pages = spent.n_encoded;
+    out->encode_error_mean = spent.n_encoded > 0 ? spent.error_sum / (double)spent.n_encoded : 0.0;
+    out->encode_error_max = spent.error_max;
     for (uint32_t i = 0; i < e->n_sessions; i++) {
         hsri_cache_stats c;
         hsri_cache_get_stats(e->sessions[i]->cache, &c);

@@ -109,6 +109,7 @@ void hsri_body_drop_frame(hsri_tiers *t, uint32_t body)
 {
     hsri_body *b = &t->bodies[body];
     change(t, b, HSRI_PAGE_EV_EVICT);
+    t->stats.moved += b->row.moves == 0;
     hsri_importance_moved(&b->row, (uint32_t)b->family->n_tokens);
     t->stats.max_moves = hsri_max(t->stats.max_moves, b->row.moves);
     t->stats.evictions++;

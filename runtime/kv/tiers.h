@@ -55,7 +55,7 @@ typedef struct hsri_tiers_stats {
     uint64_t estimated;                 /* pages that were asked for and not waited for */
     hsr_prefetch_stats prefetch[HSR_N_PREFETCH];    /* by source */
     uint64_t read_bytes, written_bytes, reads, writes;
-    uint64_t evictions, max_moves;      /* of one page */
+    uint64_t evictions, moved, max_moves;   /* in all; pages that left at least once; most of one page */
     uint64_t homes_free_run, homes_wasted;          /* extents; free slots inside extents in use */
     uint64_t warm_free_run, warm_wasted;            /* likewise blocks of warm memory */
     uint64_t warm;                      /* pages in warm memory */

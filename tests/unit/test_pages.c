@@ -180,8 +180,9 @@ static void seal_pages(world *w)
 /* Sealed pages have a header and are close to what they were made from; all pages are decoded for the naive computation. */
 static void decode_pages(world *w)
 {
-    uint32_t d = w->s.d;
-    uint64_t n = 2ull * 64 * d;
+    uint32_t   d = w->s.d;
+    uint64_t   n = 2ull * 64 * d;
+    hsri_spent lost = { 0 }, told = w->dev->spent(w->dev);
 
     for (uint32_t which = 0; which < 2; which++) {
         uint32_t        format = which ? w->s.format : w->s.plain;
@@ -204,10 +205,14 @@ static void decode_pages(world *w)
                 CHECK(h->magic == HSRI_PAGE_MAGIC && h->lineage == 77 && h->page == i / N_KV && h->layer == LAYER && h->head == i % N_KV);
                 CHECK(h->format == w->s.format && h->head_dim == d);
                 CHECK(hsri_kv_is_plain(format) ? h->error == 0 : h->error > 0 && h->error < 0.3f);
+                lost.n_encoded += !hsri_kv_is_plain(format);
+                lost.error_sum += (double)h->error;
+                lost.error_max = fmax(lost.error_max, (double)h->error);
             }
             free(slot);
         }
     }
+    CHECK(told.n_encoded == lost.n_encoded && told.error_sum == lost.error_sum && told.error_max == lost.error_max);
 }
 
 static world world_open(shape s, int32_t n_threads, int32_t isa, bool async)
@@ -656,6 +661,26 @@ static uint32_t make_lists(const shape *s, uint32_t *units, uint32_t *counts)
     return N_LISTS;
 }
 
+/* What has no size has no relative error: one page of NaN does not hide what the others lost. */
+static void test_error_of_nan(void)
+{
+    world      w = world_open((shape){ HSRI_KV_TYPE_F32, HSRI_KV_TYPE_INT8, 32, 1, 1, 256 }, 1, HSR_ISA_REFERENCE, false);
+    uint64_t   bytes = hsri_plain_page_bytes(HSRI_KV_TYPE_F32, w.s.d);
+    hsri_spent before = w.dev->spent(w.dev), after;
+    uint8_t   *nan = malloc(bytes);
+    hsri_ref   first = { .buf = w.kv.pool_buf,
+                         .offset = (uint64_t)(uintptr_t)slot_offset(&w, w.plain[LAYER * N_KV], HSRI_KV_TYPE_F32) };
+
+    memset(nan, 0xff, bytes);
+    w.dev->copy_in(w.q, first, nan, bytes);
+    seal_pages(&w);
+    after = w.dev->spent(w.dev);
+    CHECK(before.n_encoded == 4 * N_KV && after.n_encoded == 2 * before.n_encoded - 1);
+    CHECK(after.error_sum > before.error_sum && after.error_sum < 2 * before.error_sum);
+    free(nan);
+    world_close(&w);
+}
+
 static void test_shape(shape s, int32_t isa)
 {
     static const struct { int32_t n_threads; bool async; } variants[] = { { 1, false }, { 3, true }, { 2, false } };
@@ -726,5 +751,6 @@ int main(int argc, char **argv)
     }
     /* Pages so large that a group of a prompt run is put together in pieces: the same at all levels. */
     test_shape((shape){ HSRI_KV_TYPE_F32, HSRI_KV_TYPE_F32, 192, 1, 2, 1400 }, last);
+    test_error_of_nan();
     return CHECK_REPORT();
 }

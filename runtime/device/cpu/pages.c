@@ -2,6 +2,7 @@
 /* Pages at the end of their open life: encoded, indexed and given a header, once; and pages as numbers again. */
 #include "device/cpu/pages.h"
 
+#include <math.h>
 #include <string.h>
 
 #include "base/array.h"
@@ -53,6 +54,24 @@ static void seal_run(const void *arg, uint64_t first, uint64_t end, uint32_t wor
         seal_page(job, &job->seals[i], hsri_cpu_scratch(job->dev, worker));
 }
 
+/* In the order of the list, whichever thread encoded what. */
+static void count_errors(const seal_job *job, uint32_t n, hsri_spent *spent)
+{
+    for (uint32_t i = 0; i < n; i++) {
+        const hsri_seal *seal = &job->seals[i];
+        hsri_page_header header;
+
+        if (hsri_kv_is_plain(seal->format))
+            continue;
+        memcpy(&header, hsri_slot_at(job->pool, seal->sealed, job->kv->slot_bytes[seal->format]), sizeof header);
+        if (!isfinite(header.error))
+            continue;
+        spent->n_encoded++;
+        spent->error_sum += (double)header.error;
+        spent->error_max = fmax(spent->error_max, (double)header.error);
+    }
+}
+
 static void cpu_seal(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint32_t n)
 {
     HSRI_CPU_TIMED(q, seal);
@@ -65,6 +84,7 @@ static void cpu_seal(hsri_queue *q, const hsri_kv_view *kv, hsri_ref list, uint3
         cost += hsri_kv_is_plain(job.seals[i].format) && job.seals[i].index_shape.kind == HSRI_INDEX_NONE
                     ? 50 : (uint64_t)HSRI_PAGE_TOKENS * kv->head_dim * NS_PER_VALUE;
     hsri_cpu_run_items(dev, n, cost, seal_run, &job);
+    count_errors(&job, n, &dev->spent);
 }
 
 void hsri_cpu_pages_fill(hsri_ops *ops)

@@ -321,6 +321,11 @@ typedef struct hsr_engine_stats {
     uint64_t warm_slots_wasted;
     uint64_t cold_read_latency[HSR_N_LATENCIES]; /* reads by time, queueing included: the first of less than a microsecond, number i of
                                     2^(i-1) to 2^i microseconds, the last also of more */
+    uint64_t cold_pages_moved;    /* pages that have left memory at least once: cold_evictions in all */
+    /* what encoding has lost so far, of pages of one layer and kv head: |x - decoded| / |x| over their keys and values. Pages with keys or
+       values that are not finite are left out */
+    uint64_t encoded_pages;
+    double   encode_error_mean, encode_error_max;
 } hsr_engine_stats;
 
 /** Fill *stats; struct_size must be set by the caller.
