@@ -147,8 +147,11 @@ static inline double dvec_sum2(dvec a, dvec b)
 }
 
 #include "device/cpu/x86/kernels_body.h"
+#include "device/cpu/x86/attend_avx2.h"
 
 void hsri_kernels_fill_avx2(hsri_kernels *k)
 {
     fill(k);
+    k->attend[HSRI_KV_TYPE_F32] = attend_f32;
+    k->attend[HSRI_KV_TYPE_BF16] = attend_bf16;
 }
