@@ -5,8 +5,6 @@
  * the tokens of a page, which is then added to those of the pages before. Pages lie anywhere, and a tile reads a part of each line of
  * one; the hardware does not follow such steps, so each page fetches the next one. */
 
-#include "device/cpu/x86/tile_avx2.h"
-
 #define FETCH_BYTES 128u       /* of the next page, with each line of a tile */
 
 /* Strips of a tile of so many queries: as many as there are registers for. */

@@ -4,6 +4,8 @@
 #include <stdint.h>
 #include <string.h>
 
+#include "device/cpu/kernels.h"
+
 #define WIDTH 8u
 /* Registers: 3 x 2 tiles of even and odd chains are 12 of 16. */
 #define TILE_ROWS 3u
@@ -24,9 +26,18 @@ static inline __m256i lanes(uint32_t n)
 static inline vec vec_zero(void) { return _mm256_setzero_ps(); }
 static inline vec vec_set(float f) { return _mm256_set1_ps(f); }
 static inline vec vec_load(const float *p) { return _mm256_loadu_ps(p); }
-static inline vec vec_load_n(const float *p, uint32_t n) { return _mm256_maskload_ps(p, lanes(n)); }
+/* Masked stores are slow here, and whole registers are the rule. */
+static inline vec vec_load_n(const float *p, uint32_t n) { return n >= WIDTH ? _mm256_loadu_ps(p) : _mm256_maskload_ps(p, lanes(n)); }
 static inline void vec_store(float *p, vec v) { _mm256_storeu_ps(p, v); }
-static inline void vec_store_n(float *p, vec v, uint32_t n) { _mm256_maskstore_ps(p, lanes(n), v); }
+
+static inline void vec_store_n(float *p, vec v, uint32_t n)
+{
+    if (n >= WIDTH)
+        _mm256_storeu_ps(p, v);
+    else
+        _mm256_maskstore_ps(p, lanes(n), v);
+}
+
 static inline vec vec_load_f16(const uint8_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
 static inline vec vec_add(vec a, vec b) { return _mm256_add_ps(a, b); }
 static inline vec vec_sub(vec a, vec b) { return _mm256_sub_ps(a, b); }
@@ -144,6 +155,25 @@ static inline double dvec_sum2(dvec a, dvec b)
     __m256d h = _mm256_add_pd(a, b);
     __m128d q = _mm_add_pd(_mm256_castpd256_pd128(h), _mm256_extractf128_pd(h, 1));
     return _mm_cvtsd_f64(_mm_add_sd(q, _mm_unpackhi_pd(q, q)));
+}
+
+#include "device/cpu/x86/tile_avx2.h"
+
+/* A run of f32 or unpacked codes and TILE_ROWS rows: lines of one panel. */
+#define RUN_BLOCK
+static inline __attribute__((always_inline)) void run_block(const uint8_t *line, const float *const *x, uint32_t n_k, vec sums[][TILE_STRIPS])
+{
+    block_sums chains;
+    _Pragma("GCC unroll 16")
+    for (uint32_t i = 0; i < TILE_ROWS * BLOCK_STRIPS; i++)
+        chains.at[i / BLOCK_STRIPS][i % BLOCK_STRIPS] = vec_zero();
+    for (uint32_t k = 0; k < n_k; k += 2, line += 2 * HSRI_PANEL * 4)
+        block_add_pair(&chains, line, x, k);
+    _Pragma("GCC unroll 16")
+    for (uint32_t r = 0; r < TILE_ROWS; r++) {
+        sums[r][0] = vec_add(chains.at[r][0], chains.at[r][2]);
+        sums[r][1] = vec_add(chains.at[r][1], chains.at[r][3]);
+    }
 }
 
 #include "device/cpu/x86/kernels_body.h"

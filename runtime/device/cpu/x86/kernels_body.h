@@ -114,6 +114,12 @@ INLINE void add_inputs(hsri_dtype codes, uint32_t rows, uint32_t strips, bool ma
 INLINE void run_sums(hsri_dtype codes, uint32_t rows, uint32_t strips, bool masked, const run_codes *w, const float *const *x, uint32_t n_k,
                      vec sums[MAX_ROWS][TILE_STRIPS])
 {
+#ifdef RUN_BLOCK
+    if (codes == HSRI_DTYPE_F32 && rows == TILE_ROWS && strips == TILE_STRIPS && n_k == HSRI_RUN) {
+        run_block(w->at, x, n_k, sums);
+        return;
+    }
+#endif
     const uint32_t step = codes == HSRI_DTYPE_Q4 ? 8 : 4;
     vec chains[2][MAX_ROWS][TILE_STRIPS];
     UNROLL
@@ -411,7 +417,7 @@ INLINE void linear_any(hsri_dtype dtype, const hsri_packed *w, uint32_t panel0, 
 {
     float input_sums[N_INPUT_SUMS];
     for (uint32_t i = 0, rows; i < n_rows; i += rows) {
-        rows = next_part(n_rows - i, ROW_BLOCK);
+        rows = (uint32_t)hsri_min(n_rows - i, hsri_round_up(next_part(n_rows - i, ROW_BLOCK), TILE_ROWS));
         linear_job job = { w, x + i * x_stride, x_stride, bias, out + i * out_stride, out_stride, rows, 0, 0, input_sums };
         uint32_t block_runs = dtype == HSRI_DTYPE_Q4 ? N_INPUT_SUMS / rows : w->n_runs;
         for (; job.run0 < w->n_runs; job.run0 = job.run1) {

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The one loop body in which AVX2 spends its time: a line of 4 strips of 8 numbers times one number of each of 3 rows, added to 12 sums.
- * That takes all 16 registers, which compilers do not manage: they move sums about until some go through memory, and a chain of sums
- * that does takes three times as long. So it is written out. For kernels_avx2.c, behind the words. */
+/* The loop bodies in which AVX2 spends its time: strips of 8 numbers times numbers of 3 rows, added to 12 sums. That takes all 16
+ * registers, which compilers do not manage: they move sums about until some go through memory, and a chain of sums that does takes
+ * three times as long. So they are written out. For kernels_avx2.c, behind the words. */
 #define BLOCK_ROWS 3u
 #define BLOCK_STRIPS 4u
 
@@ -27,26 +27,36 @@ typedef struct block_sums {
 #define LOAD_F32(at) "vmovups " at ", %%ymm15\n\t"
 #define LOAD_LOW(at) "vmovdqu " at ", %%ymm15\n\tvpslld $16, %%ymm15, %%ymm15\n\t"
 #define LOAD_HIGH(at) "vmovdqu " at ", %%ymm15\n\tvpand %[mask], %%ymm15, %%ymm15\n\t"
-#define SUMS(s) \
+#define SUMS_OF(s) \
     "+x"(s->at[0][0]), "+x"(s->at[0][1]), "+x"(s->at[0][2]), "+x"(s->at[0][3]), "+x"(s->at[1][0]), "+x"(s->at[1][1]), \
     "+x"(s->at[1][2]), "+x"(s->at[1][3]), "+x"(s->at[2][0]), "+x"(s->at[2][1]), "+x"(s->at[2][2]), "+x"(s->at[2][3])
 #define SCRATCHED "ymm12", "ymm13", "ymm14", "ymm15", "memory"
 
 /* s[r] += x[r][i] * line[0 .. 31] */
-INLINE void block_add_f32(block_sums *s, const uint8_t *line, const float *const *x, size_t i)
+static inline __attribute__((always_inline)) void block_add_f32(block_sums *s, const uint8_t *line, const float *const *x, size_t i)
 {
     __asm__ volatile(BROADCAST("") ADD_STRIPS(LOAD_F32, "%[line]", "64(%[line])")
-                     : SUMS(s) : [line] "r"(line), [x0] "r"(x[0]), [x1] "r"(x[1]), [x2] "r"(x[2]), [i] "r"(i) : SCRATCHED);
+                     : SUMS_OF(s) : [line] "r"(line), [x0] "r"(x[0]), [x1] "r"(x[1]), [x2] "r"(x[2]), [i] "r"(i) : SCRATCHED);
 }
 
 /* s[r] += x[r][i] * low halves, then x[r][i + 1] * high halves, of 32 pairs of bf16 */
-INLINE void block_add_bf16(block_sums *s, const uint8_t *line, const float *const *x, size_t i)
+static inline __attribute__((always_inline)) void block_add_bf16(block_sums *s, const uint8_t *line, const float *const *x, size_t i)
 {
     static const uint32_t upper[WIDTH] __attribute__((aligned(32))) = {
         0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
     };
     __asm__ volatile(BROADCAST("") ADD_STRIPS(LOAD_LOW, "%[line]", "64(%[line])")
                      BROADCAST("4") ADD_STRIPS(LOAD_HIGH, "%[line]", "64(%[line])")
-                     : SUMS(s) : [line] "r"(line), [x0] "r"(x[0]), [x1] "r"(x[1]), [x2] "r"(x[2]), [i] "r"(i),
+                     : SUMS_OF(s) : [line] "r"(line), [x0] "r"(x[0]), [x1] "r"(x[1]), [x2] "r"(x[2]), [i] "r"(i),
                        [mask] "m"(upper) : SCRATCHED);
+}
+
+/* Even and odd chains of 3 rows and 2 strips: s[r] = { even, even, odd, odd } += x[r][i] * line[0 .. 15], x[r][i + 1] * line[16 .. 31] */
+static inline __attribute__((always_inline)) void block_add_pair(block_sums *s, const uint8_t *line, const float *const *x, size_t i)
+{
+    __asm__ volatile(BROADCAST("")
+                     ADD_STRIP(LOAD_F32("(%[line])"), "%0", "%4", "%8") ADD_STRIP(LOAD_F32("32(%[line])"), "%1", "%5", "%9")
+                     BROADCAST("4")
+                     ADD_STRIP(LOAD_F32("64(%[line])"), "%2", "%6", "%10") ADD_STRIP(LOAD_F32("96(%[line])"), "%3", "%7", "%11")
+                     : SUMS_OF(s) : [line] "r"(line), [x0] "r"(x[0]), [x1] "r"(x[1]), [x2] "r"(x[2]), [i] "r"(i) : SCRATCHED);
 }
