@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "device/cpu/cluster_lanes.h"
+#include "device/cpu/x86/cluster_score_avx2.h"
 
 #define POINTS 2u               /* that share a pass over the centres */
 
@@ -71,5 +72,5 @@ static void assign_256(const hsri_assign_args *a)
 
 void hsri_cluster_kernels_fill_avx2(hsri_cluster_kernels *k)
 {
-    *k = (hsri_cluster_kernels){ assign_256, score_clusters, score_families, score_members, score_votes };
+    *k = (hsri_cluster_kernels){ assign_256, score_clusters_256, score_families_256, score_members_256, score_votes_256 };
 }
