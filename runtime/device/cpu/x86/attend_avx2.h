@@ -43,8 +43,8 @@ INLINE const uint8_t *next_values(hsri_kv_type type, const hsri_attend_args *a, 
 }
 
 /* sums[row][strip] += input j of each dword of a line times x[row]. n_lanes: lanes of the line that may be read, if it is one strip. */
-INLINE void add_line(uint32_t rows, uint32_t strips, hsri_kv_type type, const uint8_t *line, uint32_t n_lanes, uint32_t j, const float *const *x,
-                     size_t at, vec sums[BLOCK_ROWS][MOST_STRIPS])
+INLINE void add_line(uint32_t rows, uint32_t strips, hsri_kv_type type, const uint8_t *line, uint32_t n_lanes, uint32_t j,
+                     const float *const *x, size_t at, vec sums[BLOCK_ROWS][MOST_STRIPS])
 {
     const hsri_dtype codes = type == HSRI_KV_TYPE_F32 ? HSRI_DTYPE_F32 : HSRI_DTYPE_BF16;
     UNROLL
@@ -153,8 +153,8 @@ static inline const uint8_t *fetch_of(const uint8_t *next, uint32_t tile, size_t
     return next != NULL && tile * FETCH_BYTES < line_step ? next + tile * n_lines * FETCH_BYTES : NULL;
 }
 
-INLINE void score_strips(uint32_t rows, uint32_t strips, hsri_kv_type type, const hsri_attend_args *a, uint32_t query, const tile_lines *lines,
-                         uint32_t token)
+INLINE void score_strips(uint32_t rows, uint32_t strips, hsri_kv_type type, const hsri_attend_args *a, uint32_t query,
+                         const tile_lines *lines, uint32_t token)
 {
     vec sums[BLOCK_ROWS][MOST_STRIPS];
     sum_lines(rows, strips, type, lines, a->queries + query, sums);
@@ -181,8 +181,8 @@ INLINE void score_tile(uint32_t rows, hsri_kv_type type, const hsri_attend_args 
 }
 
 /* o[row][j ..] += sum of p * value over tokens of a page */
-INLINE void value_strips(uint32_t rows, uint32_t strips, hsri_kv_type type, const hsri_attend_args *a, uint32_t query, const tile_lines *lines,
-                         const float *const *p, uint32_t j)
+INLINE void value_strips(uint32_t rows, uint32_t strips, hsri_kv_type type, const hsri_attend_args *a, uint32_t query,
+                         const tile_lines *lines, const float *const *p, uint32_t j)
 {
     vec sums[BLOCK_ROWS][MOST_STRIPS];
     sum_lines(rows, strips, type, lines, p, sums);
@@ -235,6 +235,67 @@ INLINE void value_page(hsri_kv_type type, const hsri_attend_args *a, uint32_t qu
     }
 }
 
+/* e^a for a <= 0, as vec_exp. 2^n is made of the low bits of a sum, and 2^64 too large, so that it is a normal number. NaN stays NaN. */
+INLINE vec exp_negative(vec a)
+{
+    const vec whole = vec_set(0x1.8p+23f);
+    a = vec_max(vec_set(-104.0f), a);
+    const vec shifted = vec_fma(a, vec_set(0x1.715476p+0f), whole);
+    const vec n = vec_sub(shifted, whole);
+    vec r = vec_fnma(n, vec_set(0x1.62e400p-1f), a);
+    r = vec_fnma(n, vec_set(0x1.7f7d1cp-20f), r);
+    static const float inverse_factorial[] = { 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 1.0f / 2, 1.0f, 1.0f };
+    vec p = vec_set(1.0f / 5040);
+    UNROLL
+    for (uint32_t i = 0; i < 7; i++) {
+        p = vec_fma(p, r, vec_set(inverse_factorial[i]));
+    }
+    const __m256i exponent = _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23), _mm256_set1_epi32((127 + 64) << 23));
+    return vec_mul(vec_mul(p, _mm256_castsi256_ps(exponent)), vec_set(0x1p-64f));
+}
+
+/* The weights of 8 tokens, of which n are seen. */
+INLINE vec weights_of(const float *scores, vec max, uint32_t n)
+{
+    vec p = exp_negative(vec_sub(vec_load(scores), max));
+    return n < WIDTH ? vec_first_n(p, vec_zero(), n) : p;
+}
+
+/* softmax(), with four strips at a time, since an exponential is one long chain. A query's sum has the same order however many it sees. */
+static void weigh(float *scores, uint32_t visible, float *max, float *sum)
+{
+    enum { STRIPS = 4 };
+    const vec lowest = vec_set(-INFINITY);
+    const uint32_t whole = visible / (STRIPS * WIDTH) * (STRIPS * WIDTH);
+    vec largest[STRIPS] = { lowest, lowest, lowest, lowest }, total[STRIPS] = { vec_zero(), vec_zero(), vec_zero(), vec_zero() };
+    uint32_t t = 0;
+    for (; t < whole; t += STRIPS * WIDTH) {
+        UNROLL
+        for (uint32_t s = 0; s < STRIPS; s++) {
+            largest[s] = vec_max(vec_load(scores + t + s * WIDTH), largest[s]);
+        }
+    }
+    for (; t < visible; t += WIDTH) {
+        largest[0] = vec_max(vec_first_n(vec_load(scores + t), lowest, visible - t), largest[0]);
+    }
+    *max = vec_largest(vec_max(vec_max(largest[0], largest[1]), vec_max(largest[2], largest[3])));
+    const vec reference = vec_set(*max);
+    for (t = 0; t < whole; t += STRIPS * WIDTH) {
+        UNROLL
+        for (uint32_t s = 0; s < STRIPS; s++) {
+            vec p = weights_of(scores + t + s * WIDTH, reference, WIDTH);
+            vec_store(scores + t + s * WIDTH, p);
+            total[s] = vec_add(total[s], p);
+        }
+    }
+    for (uint32_t s = 0; t < visible; t += WIDTH, s++) {
+        vec p = weights_of(scores + t, reference, visible - t);
+        vec_store(scores + t, p);
+        total[s] = vec_add(total[s], p);
+    }
+    *sum = vec_sum2(vec_add(total[0], total[2]), vec_add(total[1], total[3]));
+}
+
 INLINE void attend_any(hsri_kv_type type, const hsri_attend_args *a)
 {
     uint32_t n_pages = (uint32_t)hsri_div_up(most_visible(a->visible, a->n_queries), HSRI_PAGE_TOKENS);
@@ -247,7 +308,7 @@ INLINE void attend_any(hsri_kv_type type, const hsri_attend_args *a)
     }
     for (uint32_t i = 0; i < a->n_queries; i++) {
         float *partial = a->partials[i];
-        softmax(a->scratch + i * HSRI_GROUP_TOKENS, a->visible[i], &partial[0], &partial[1]);
+        weigh(a->scratch + i * HSRI_GROUP_TOKENS, a->visible[i], &partial[0], &partial[1]);
         memset(partial + 2, 0, a->head_dim * sizeof *partial);
     }
     for (uint32_t page = 0; page < n_pages; page++) {

@@ -46,6 +46,26 @@ INLINE void score_tile(uint32_t rows, hsri_kv_type type, const hsri_attend_args 
     }
 }
 
+/* Scores of one query into exp(score - max), in place; gives max and the sum. A NaN score never becomes the maximum, but
+ * its exp is NaN, and so are the sum and the output. */
+static void softmax(float *scores, uint32_t visible, float *max, float *sum)
+{
+    const vec lowest = vec_set(-INFINITY);
+    vec largest = lowest;
+    for (uint32_t t = 0; t < visible; t += WIDTH) {
+        largest = vec_max(vec_first_n(vec_load(scores + t), lowest, visible - t), largest);
+    }
+    *max = vec_largest(largest);
+    vec total[2] = { vec_zero(), vec_zero() };
+    for (uint32_t t = 0; t < visible; t += WIDTH) {
+        vec p = vec_exp(vec_sub(vec_load(scores + t), vec_set(*max)));
+        p = vec_first_n(p, vec_zero(), visible - t);
+        vec_store(scores + t, p);
+        total[t / WIDTH % 2] = vec_add(total[t / WIDTH % 2], p);
+    }
+    *sum = vec_sum2(total[0], total[1]);
+}
+
 /* o[row] += sum of p * value over n_tokens <= 32 tokens of a page, from token t of it. */
 INLINE void value_run(uint32_t rows, hsri_kv_type type, const hsri_attend_args *a, uint32_t query, uint32_t page, uint32_t t,
                       uint32_t n_tokens)
