@@ -265,14 +265,12 @@ static void add_components(const hsri_score_args *a, uint32_t h0, uint32_t n_hea
     }
 }
 
-/* sums[i] += exp(scale logits[i] + mean) of 16 tokens. A level may have its own. */
-#ifndef HSRI_ADD_EXPS
+/* sums[i] += exp(scale logits[i] + mean) of 16 tokens */
 static inline void add_exps(const float *logits, float scale, float mean, float *sums)
 {
     for (uint32_t i = 0; i < LANES; i++)
         sums[i] += expf(scale * logits[i] + mean);
 }
-#endif
 
 static void score_page_sketch(const hsri_score_args *a, const hsri_index_layout *at, uint32_t h0, uint32_t n_heads, uint32_t page)
 {

@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "device/cpu/cluster_lanes.h"
+#include "device/cpu/x86/lanes256.h"
 #include "device/cpu/x86/cluster_score_avx2.h"
 
 #define POINTS 2u               /* that share a pass over the centres */

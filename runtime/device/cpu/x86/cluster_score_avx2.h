@@ -2,7 +2,6 @@
 /* Scores of clusters with AVX2, eight at a time, straight from the nibbles of the record: cluster_body512.h in half the width. For
  * cluster_avx2.c. */
 
-#define LOG2E 1.44269504f
 #define UNROLL _Pragma("GCC unroll 8")
 #define MAX_QUADS (HSRI_CLUSTER_COMPONENTS / 4u)
 #define HEADS 4u                /* that share a pass over the codes */
@@ -14,40 +13,6 @@ typedef struct cluster_head {
     int32_t quads[MAX_QUADS];
     float   step, base;
 } cluster_head;
-
-/* All ones in the lanes from `first` on and before `end`. */
-static inline __m256i lanes_in(uint32_t first, uint32_t end)
-{
-    const __m256i at = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-
-    return _mm256_andnot_si256(_mm256_cmpgt_epi32(_mm256_set1_epi32((int)first), at), _mm256_cmpgt_epi32(_mm256_set1_epi32((int)end), at));
-}
-
-static inline float sum8(__m256 v)
-{
-    __m128 q = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-
-    q = _mm_add_ps(q, _mm_movehl_ps(q, q));
-    return _mm_cvtss_f32(_mm_add_ss(q, _mm_movehdup_ps(q)));
-}
-
-/* 2^x to 0.2 %: 0 below the normal range, above it more than any mass. */
-static inline __m256 exp2_8(__m256 x)
-{
-    __m256  t = _mm256_max_ps(_mm256_min_ps(x, _mm256_set1_ps(127.0f)), _mm256_set1_ps(-126.0f));
-    __m256  whole = _mm256_floor_ps(t), f = _mm256_sub_ps(t, whole);
-    __m256  y = _mm256_fmadd_ps(f, _mm256_set1_ps(0.33718944f), _mm256_set1_ps(0.65763628f));
-    __m256i power = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(whole), _mm256_set1_epi32(127)), 23);
-
-    y = _mm256_mul_ps(_mm256_fmadd_ps(y, f, _mm256_set1_ps(1.0017247f)), _mm256_castsi256_ps(power));
-    return _mm256_and_ps(y, _mm256_cmp_ps(x, _mm256_set1_ps(-126.0f), _CMP_GE_OQ));
-}
-
-/* acc[i] + sum of the four products of bytes in dword i; codes are at most 15, so nothing saturates */
-static inline __m256i dot_bytes(__m256i acc, __m256i codes, __m256i weights)
-{
-    return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, weights), _mm256_set1_epi16(1)));
-}
 
 /* A head's weights of n components, its rotated query in the scales of a record, as bytes of the largest. Returns what a step stands for,
  * and the sum of the bytes; nothing, and false, if a weight is not finite. */
