@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The loop bodies in which AVX2 spends its time: strips of 8 numbers times numbers of 3 rows, added to 12 sums. That takes all 16
- * registers, which compilers do not manage: they move sums about until some go through memory, and a chain of sums that does takes
- * three times as long. So they are written out. For kernels_avx2.c, behind the words. */
+ * registers, which compilers do not manage: they move sums about until some go through memory, and a chain of sums that does waits
+ * for a store and a load at each link. So they are written out. For kernels_avx2.c, behind the words. */
 #define BLOCK_ROWS 3u
 #define BLOCK_STRIPS 4u
 
