@@ -714,7 +714,7 @@ static void check_levels(const world *w, const record *r)
 
     for (int32_t isa = HSR_ISA_REFERENCE; isa <= hsri_cpu_isa() && isa <= HSR_ISA_AVX512; isa++) {
         hsri_kernels_fill(&kernels, isa);
-        check_level(w, r, &kernels, isa >= HSR_ISA_AVX512 ? 0.08 : 1e-4, hsri_isa_name(isa));
+        check_level(w, r, &kernels, isa >= HSR_ISA_AVX2 ? 0.08 : 1e-4, hsri_isa_name(isa));
     }
     if (hsri_cpu_isa() < HSR_ISA_AVX512)
         return;

@@ -56,7 +56,7 @@ typedef struct fixture {
 static fixture fixture_open(const scenario *s, world *w, int32_t isa)
 {
     const bool sketches = s->selector == HSRI_SELECT_SKETCH || s->selector == HSRI_SELECT_CLUSTER;
-    fixture f = { s, w, .tolerance = sketches && isa >= HSR_ISA_AVX512 ? 0.05 : 2e-3,
+    fixture f = { s, w, .tolerance = sketches && isa >= HSR_ISA_AVX2 ? 0.05 : 2e-3,
                   .one = rig_open(1, isa, false), .others = { rig_open(3, isa, true) }, .n_others = 1 };
 
     hsri_kernels_fill(&f.kernels, isa);

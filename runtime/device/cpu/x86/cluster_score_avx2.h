@@ -24,7 +24,8 @@ static inline bool weigh_components(const float *rotated, const float *scales, u
     int8_t *bytes = (int8_t *)head->quads;
 
     for (uint32_t i = 0; i < n / 8; i++) {
-        weights[i] = _mm256_mul_ps(_mm256_mul_ps(_mm256_loadu_ps(rotated + 8 * i), _mm256_loadu_ps(scales + 8 * i)), _mm256_set1_ps(factor));
+        weights[i] = _mm256_mul_ps(_mm256_loadu_ps(rotated + 8 * i), _mm256_loadu_ps(scales + 8 * i));
+        weights[i] = _mm256_mul_ps(weights[i], _mm256_set1_ps(factor));
         most = _mm256_max_ps(_mm256_and_ps(weights[i], no_sign), most);
         nothing = _mm256_fmadd_ps(weights[i], _mm256_setzero_ps(), nothing);
     }
@@ -73,7 +74,8 @@ static inline void prepare_head(const hsri_cluster_score_args *a, const hsri_clu
 {
     const uint32_t d = a->shape->head_dim;
     const float   *mean = (const float *)(a->record + at->mean);
-    float          factor = a->scale * LOG2E, base = factor * dot_float(a->queries + (uint64_t)h * d, mean, d) - a->reference[h] * LOG2E, sum;
+    float          factor = a->scale * LOG2E, base = factor * dot_float(a->queries + (uint64_t)h * d, mean, d) - a->reference[h] * LOG2E;
+    float          sum;
 
     *head = (cluster_head){ .base = -1e30f };
     if (!weigh_components(a->rotated + (uint64_t)h * d, scales, at->n, factor, head, &sum))

@@ -161,7 +161,8 @@ static inline double dvec_sum2(dvec a, dvec b)
 
 /* A run of f32 or unpacked codes and TILE_ROWS rows: lines of one panel. */
 #define RUN_BLOCK
-static inline __attribute__((always_inline)) void run_block(const uint8_t *line, const float *const *x, uint32_t n_k, vec sums[][TILE_STRIPS])
+static inline __attribute__((always_inline)) void run_block(const uint8_t *line, const float *const *x, uint32_t n_k,
+                                                            vec sums[][TILE_STRIPS])
 {
     block_sums chains;
     _Pragma("GCC unroll 16")

@@ -11,8 +11,8 @@ typedef struct sketch_head {
     float step, base;
 } sketch_head;
 
-/* Weights as bytes of the largest; of a page or query that is not finite, nothing and a base far below everything. `base` is that of a token
- * at the page's mean key. Components are at 4 bits first, whose codes have their middle at 7.5, then at 2 bits, about 1.5. */
+/* Weights as bytes of the largest; of a page or query that is not finite, nothing and a base far below everything. `base` is that of a
+ * token at the page's mean key. Components are at 4 bits first, whose codes have their middle at 7.5, then at 2 bits, about 1.5. */
 static void prepare_sketch(const hsri_score_args *a, uint32_t h, const uint8_t *scales, float base, sketch_head *head)
 {
     const hsri_index_shape *s = a->shape;
@@ -86,7 +86,8 @@ INLINE void token_sums(const hsri_index_shape *s, const uint8_t *codes, const sk
 }
 
 /* Lanes are tokens of one unit in fours (hsri_sketch_token): lines of the first 8 lanes, then of the others. */
-INLINE void score_sketch_heads(const hsri_score_args *a, const uint8_t *codes, uint32_t page, const sketch_head *heads, uint32_t h0, uint32_t n)
+INLINE void score_sketch_heads(const hsri_score_args *a, const uint8_t *codes, uint32_t page, const sketch_head *heads, uint32_t h0,
+                               uint32_t n)
 {
     __m256 units[2][HEADS];
 
@@ -111,7 +112,8 @@ INLINE void score_sketch_heads(const hsri_score_args *a, const uint8_t *codes, u
     }
 }
 
-static void score_sketch_page(const hsri_score_args *a, const hsri_index_layout *at, uint32_t h0, uint32_t n, const float *bases, uint32_t page)
+static void score_sketch_page(const hsri_score_args *a, const hsri_index_layout *at, uint32_t h0, uint32_t n, const float *bases,
+                              uint32_t page)
 {
     const uint8_t *entry = a->entries[page];
     sketch_head    heads[HEADS];
