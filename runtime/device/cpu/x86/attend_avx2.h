@@ -5,6 +5,8 @@
  * the tokens of a page, which is then added to those of the pages before. Pages lie anywhere, and a tile reads a part of each line of
  * one; the hardware does not follow such steps, so each page fetches the next one. */
 
+#include "device/cpu/x86/tile_avx2.h"
+
 #define FETCH_BYTES 128u       /* of the next page, with each line of a tile */
 
 /* Strips of a tile of so many queries: as many as there are registers for. */
@@ -31,7 +33,7 @@ INLINE const uint8_t *values_of(hsri_kv_type type, const hsri_attend_args *a, ui
     return keys_of(a, page) + hsri_div_up(a->head_dim, per_dword(type)) * HSRI_PAGE_TOKENS * 4;
 }
 
-/* What is read after page's keys, or after its values: the same of the next page, or the first values. Behind it all, the page again. */
+/* What is read after page's keys, or after its values: the same of the next page, or the first values, or nothing. */
 INLINE const uint8_t *next_keys(hsri_kv_type type, const hsri_attend_args *a, uint32_t page, uint32_t n_pages)
 {
     return page + 1 < n_pages ? keys_of(a, page + 1) : values_of(type, a, 0);
@@ -39,7 +41,7 @@ INLINE const uint8_t *next_keys(hsri_kv_type type, const hsri_attend_args *a, ui
 
 INLINE const uint8_t *next_values(hsri_kv_type type, const hsri_attend_args *a, uint32_t page, uint32_t n_pages)
 {
-    return values_of(type, a, page + 1 < n_pages ? page + 1 : page);
+    return page + 1 < n_pages ? values_of(type, a, page + 1) : NULL;
 }
 
 /* sums[row][strip] += input j of each dword of a line times x[row]. n_lanes: lanes of the line that may be read, if it is one strip. */
@@ -167,7 +169,7 @@ INLINE void score_strips(uint32_t rows, uint32_t strips, hsri_kv_type type, cons
     }
 }
 
-/* Scores of `rows` queries and one page. Lanes of tokens that nobody may see hold garbage, which softmax() ignores. */
+/* Scores of `rows` queries and one page. Lanes of tokens that nobody may see hold garbage, which weigh() ignores. */
 INLINE void score_tile(uint32_t rows, hsri_kv_type type, const hsri_attend_args *a, uint32_t query, uint32_t page, const uint8_t *next)
 {
     const uint32_t first = page * HSRI_PAGE_TOKENS, end = most_visible(a->visible + query, rows);
@@ -242,14 +244,7 @@ INLINE vec exp_negative(vec a)
     a = vec_max(vec_set(-104.0f), a);
     const vec shifted = vec_fma(a, vec_set(0x1.715476p+0f), whole);
     const vec n = vec_sub(shifted, whole);
-    vec r = vec_fnma(n, vec_set(0x1.62e400p-1f), a);
-    r = vec_fnma(n, vec_set(0x1.7f7d1cp-20f), r);
-    static const float inverse_factorial[] = { 1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 1.0f / 2, 1.0f, 1.0f };
-    vec p = vec_set(1.0f / 5040);
-    UNROLL
-    for (uint32_t i = 0; i < 7; i++) {
-        p = vec_fma(p, r, vec_set(inverse_factorial[i]));
-    }
+    const vec p = exp_less(a, n);
     const __m256i exponent = _mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23), _mm256_set1_epi32((127 + 64) << 23));
     return vec_mul(vec_mul(p, _mm256_castsi256_ps(exponent)), vec_set(0x1p-64f));
 }
@@ -261,7 +256,8 @@ INLINE vec weights_of(const float *scores, vec max, uint32_t n)
     return n < WIDTH ? vec_first_n(p, vec_zero(), n) : p;
 }
 
-/* softmax(), with four strips at a time, since an exponential is one long chain. A query's sum has the same order however many it sees. */
+/* Scores of one query into exp(score - max), in place; gives max and the sum. A NaN score never becomes the maximum, but its exp is NaN, and
+ * so are the sum and the output. Four strips at a time, since an exponential is one long chain. */
 static void weigh(float *scores, uint32_t visible, float *max, float *sum)
 {
     enum { STRIPS = 4 };

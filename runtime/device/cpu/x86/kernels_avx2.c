@@ -157,26 +157,6 @@ static inline double dvec_sum2(dvec a, dvec b)
     return _mm_cvtsd_f64(_mm_add_sd(q, _mm_unpackhi_pd(q, q)));
 }
 
-#include "device/cpu/x86/tile_avx2.h"
-
-/* A run of f32 or unpacked codes and TILE_ROWS rows: lines of one panel. */
-#define RUN_BLOCK
-static inline __attribute__((always_inline)) void run_block(const uint8_t *line, const float *const *x, uint32_t n_k,
-                                                            vec sums[][TILE_STRIPS])
-{
-    block_sums chains;
-    _Pragma("GCC unroll 16")
-    for (uint32_t i = 0; i < TILE_ROWS * BLOCK_STRIPS; i++)
-        chains.at[i / BLOCK_STRIPS][i % BLOCK_STRIPS] = vec_zero();
-    for (uint32_t k = 0; k < n_k; k += 2, line += 2 * HSRI_PANEL * 4)
-        block_add_pair(&chains, line, x, k);
-    _Pragma("GCC unroll 16")
-    for (uint32_t r = 0; r < TILE_ROWS; r++) {
-        sums[r][0] = vec_add(chains.at[r][0], chains.at[r][2]);
-        sums[r][1] = vec_add(chains.at[r][1], chains.at[r][3]);
-    }
-}
-
 #include "device/cpu/x86/kernels_body.h"
 #include "device/cpu/x86/attend_avx2.h"
 

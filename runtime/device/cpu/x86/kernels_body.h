@@ -114,12 +114,6 @@ INLINE void add_inputs(hsri_dtype codes, uint32_t rows, uint32_t strips, bool ma
 INLINE void run_sums(hsri_dtype codes, uint32_t rows, uint32_t strips, bool masked, const run_codes *w, const float *const *x, uint32_t n_k,
                      vec sums[MAX_ROWS][TILE_STRIPS])
 {
-#ifdef RUN_BLOCK
-    if (codes == HSRI_DTYPE_F32 && rows == TILE_ROWS && strips == TILE_STRIPS && n_k == HSRI_RUN) {
-        run_block(w->at, x, n_k, sums);
-        return;
-    }
-#endif
     const uint32_t step = codes == HSRI_DTYPE_Q4 ? 8 : 4;
     vec chains[2][MAX_ROWS][TILE_STRIPS];
     UNROLL
@@ -452,12 +446,9 @@ LINEAR(q4, HSRI_DTYPE_Q4)
 
 /* ---- rows ---- */
 
-/* e^a: 2^n e^r with |r| <= ln(2)/2, e^r by its Taylor series, whose first missing term is below 6e-9. NaN stays NaN. */
-static inline vec vec_exp(vec a)
+/* e^r, where a = n ln(2) + r and |r| <= ln(2)/2, by its Taylor series, whose first missing term is below 6e-9. */
+INLINE vec exp_less(vec a, vec n)
 {
-    /* Beyond these the result is 0 or infinity. The bound is the first operand, so that a NaN comes through. */
-    a = vec_max(vec_set(-104.0f), vec_min(vec_set(89.0f), a));
-    vec n = vec_round(vec_mul(a, vec_set(0x1.715476p+0f)));
     /* ln(2) in two parts; n times the first is exact */
     vec r = vec_fnma(n, vec_set(0x1.62e400p-1f), a);
     r = vec_fnma(n, vec_set(0x1.7f7d1cp-20f), r);
@@ -467,7 +458,16 @@ static inline vec vec_exp(vec a)
     for (uint32_t i = 0; i < 7; i++) {
         p = vec_fma(p, r, vec_set(inverse_factorial[i]));
     }
-    return vec_scale2(p, n);
+    return p;
+}
+
+/* e^a = 2^n e^r. NaN stays NaN. */
+static inline vec vec_exp(vec a)
+{
+    /* Beyond these the result is 0 or infinity. The bound is the first operand, so that a NaN comes through. */
+    a = vec_max(vec_set(-104.0f), vec_min(vec_set(89.0f), a));
+    vec n = vec_round(vec_mul(a, vec_set(0x1.715476p+0f)));
+    return vec_scale2(exp_less(a, n), n);
 }
 
 INLINE void add_squares(vec v, dvec *low, dvec *high)

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The loop bodies in which AVX2 spends its time: strips of 8 numbers times numbers of 3 rows, added to 12 sums. That takes all 16
- * registers, which compilers do not manage: they move sums about until some go through memory, and a chain of sums that does waits
- * for a store and a load at each link. So they are written out. For kernels_avx2.c, behind the words. */
+/* The loop bodies of attend_avx2.h: 4 strips of 8 numbers times a number of each of 3 rows, added to 12 sums. That takes all 16 registers,
+ * which compilers do not manage: they move sums about until some go through memory, and a chain of sums that does waits for a store and
+ * a load at each link. So they are written out. */
 #define BLOCK_ROWS 3u
 #define BLOCK_STRIPS 4u
 
@@ -19,11 +19,9 @@ typedef struct block_sums {
     load "vfmadd231ps %%ymm15, %%ymm12, " sum0 "\n\t" \
          "vfmadd231ps %%ymm15, %%ymm13, " sum1 "\n\t" \
          "vfmadd231ps %%ymm15, %%ymm14, " sum2 "\n\t"
-#define ADD_STRIPS(load, line01, line23) \
-    ADD_STRIP(load("(" line01 ")"), "%0", "%4", "%8") \
-    ADD_STRIP(load("32(" line01 ")"), "%1", "%5", "%9") \
-    ADD_STRIP(load("0+" line23), "%2", "%6", "%10") \
-    ADD_STRIP(load("32+" line23), "%3", "%7", "%11")
+#define ADD_STRIPS(load) \
+    ADD_STRIP(load("(%[line])"), "%0", "%4", "%8") ADD_STRIP(load("32(%[line])"), "%1", "%5", "%9") \
+    ADD_STRIP(load("64(%[line])"), "%2", "%6", "%10") ADD_STRIP(load("96(%[line])"), "%3", "%7", "%11")
 #define LOAD_F32(at) "vmovups " at ", %%ymm15\n\t"
 #define LOAD_LOW(at) "vmovdqu " at ", %%ymm15\n\tvpslld $16, %%ymm15, %%ymm15\n\t"
 #define LOAD_HIGH(at) "vmovdqu " at ", %%ymm15\n\tvpand %[mask], %%ymm15, %%ymm15\n\t"
@@ -35,7 +33,7 @@ typedef struct block_sums {
 /* s[r] += x[r][i] * line[0 .. 31] */
 static inline __attribute__((always_inline)) void block_add_f32(block_sums *s, const uint8_t *line, const float *const *x, size_t i)
 {
-    __asm__ volatile(BROADCAST("") ADD_STRIPS(LOAD_F32, "%[line]", "64(%[line])")
+    __asm__ volatile(BROADCAST("") ADD_STRIPS(LOAD_F32)
                      : SUMS_OF(s) : [line] "r"(line), [x0] "r"(x[0]), [x1] "r"(x[1]), [x2] "r"(x[2]), [i] "r"(i) : SCRATCHED);
 }
 
@@ -45,18 +43,8 @@ static inline __attribute__((always_inline)) void block_add_bf16(block_sums *s, 
     static const uint32_t upper[WIDTH] __attribute__((aligned(32))) = {
         0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000, 0xffff0000,
     };
-    __asm__ volatile(BROADCAST("") ADD_STRIPS(LOAD_LOW, "%[line]", "64(%[line])")
-                     BROADCAST("4") ADD_STRIPS(LOAD_HIGH, "%[line]", "64(%[line])")
+    __asm__ volatile(BROADCAST("") ADD_STRIPS(LOAD_LOW)
+                     BROADCAST("4") ADD_STRIPS(LOAD_HIGH)
                      : SUMS_OF(s) : [line] "r"(line), [x0] "r"(x[0]), [x1] "r"(x[1]), [x2] "r"(x[2]), [i] "r"(i),
                        [mask] "m"(upper) : SCRATCHED);
-}
-
-/* Even and odd chains of 3 rows and 2 strips: s[r] = { even, even, odd, odd } += x[r][i] * line[0 .. 15], x[r][i + 1] * line[16 .. 31] */
-static inline __attribute__((always_inline)) void block_add_pair(block_sums *s, const uint8_t *line, const float *const *x, size_t i)
-{
-    __asm__ volatile(BROADCAST("")
-                     ADD_STRIP(LOAD_F32("(%[line])"), "%0", "%4", "%8") ADD_STRIP(LOAD_F32("32(%[line])"), "%1", "%5", "%9")
-                     BROADCAST("4")
-                     ADD_STRIP(LOAD_F32("64(%[line])"), "%2", "%6", "%10") ADD_STRIP(LOAD_F32("96(%[line])"), "%3", "%7", "%11")
-                     : SUMS_OF(s) : [line] "r"(line), [x0] "r"(x[0]), [x1] "r"(x[1]), [x2] "r"(x[2]), [i] "r"(i) : SCRATCHED);
 }
