@@ -166,16 +166,23 @@ static inline void score_members(const hsri_member_score_args *a)
     }
 }
 
-static inline void score_votes(const hsri_member_score_args *first, const hsri_member_votes *votes)
+/* Votes one after the other, by a level's kernel for one. */
+INLINE void score_each_vote(const hsri_member_score_args *first, const hsri_member_votes *votes,
+                            void (*score)(const hsri_member_score_args *a))
 {
     hsri_member_score_args a = *first;
 
     for (uint32_t i = 0; i < votes->n; i++) {
-        score_members(&a);
+        score(&a);
         a.rotated += votes->rotated;
         a.cluster_mass += votes->cluster_mass;
         a.mass += votes->mass;
     }
+}
+
+static inline void score_votes(const hsri_member_score_args *first, const hsri_member_votes *votes)
+{
+    score_each_vote(first, votes, score_members);
 }
 
 #endif

@@ -256,8 +256,8 @@ INLINE vec weights_of(const float *scores, vec max, uint32_t n)
     return n < WIDTH ? vec_first_n(p, vec_zero(), n) : p;
 }
 
-/* Scores of one query into exp(score - max), in place; gives max and the sum. A NaN score never becomes the maximum, but its exp is NaN, and
- * so are the sum and the output. Four strips at a time, since an exponential is one long chain. */
+/* Scores of one query into exp(score - max), in place; gives max and the sum. A NaN score never becomes the maximum, but its exp is NaN,
+ * and so are the sum and the output. Four strips at a time, since an exponential is one long chain. */
 static void weigh(float *scores, uint32_t visible, float *max, float *sum)
 {
     enum { STRIPS = 4 };

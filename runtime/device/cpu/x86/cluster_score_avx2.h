@@ -2,7 +2,6 @@
 /* Scores of clusters with AVX2, eight at a time, straight from the nibbles of the record: cluster_body512.h in half the width. For
  * cluster_avx2.c. */
 
-#define UNROLL _Pragma("GCC unroll 8")
 #define MAX_QUADS (HSRI_CLUSTER_COMPONENTS / 4u)
 #define HEADS 4u                /* that share a pass over the codes */
 #define AHEAD 8u                /* clusters that are fetched before their turn */
@@ -14,36 +13,21 @@ typedef struct cluster_head {
     float   step, base;
 } cluster_head;
 
-/* A head's weights of n components, its rotated query in the scales of a record, as bytes of the largest. Returns what a step stands for,
- * and the sum of the bytes; nothing, and false, if a weight is not finite. */
+/* A head's weights of n components, its rotated query in the scales of a record, and their sum in *sum. False if one is not finite. */
 static inline bool weigh_components(const float *rotated, const float *scales, uint32_t n, float factor, cluster_head *head, float *sum)
 {
-    const __m256 no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
-    __m256  weights[HSRI_CLUSTER_COMPONENTS / 8], most = _mm256_setzero_ps(), nothing = most, inverse, all = most;
-    _Alignas(32) float lanes[8], largest = 0.0f;
-    int8_t *bytes = (int8_t *)head->quads;
+    __m256 weights[HSRI_CLUSTER_COMPONENTS / 8];
+    float  step;
 
     for (uint32_t i = 0; i < n / 8; i++) {
         weights[i] = _mm256_mul_ps(_mm256_loadu_ps(rotated + 8 * i), _mm256_loadu_ps(scales + 8 * i));
         weights[i] = _mm256_mul_ps(weights[i], _mm256_set1_ps(factor));
-        most = _mm256_max_ps(_mm256_and_ps(weights[i], no_sign), most);
-        nothing = _mm256_fmadd_ps(weights[i], _mm256_setzero_ps(), nothing);
     }
-    if (_mm256_movemask_ps(_mm256_cmp_ps(nothing, nothing, _CMP_UNORD_Q)))
+    step = weights_to_bytes(weights, n / 8, (int8_t *)head->quads);
+    if (isnan(step))
         return false;
-    _mm256_store_ps(lanes, most);
-    for (uint32_t i = 0; i < 8; i++)
-        largest = lanes[i] > largest ? lanes[i] : largest;
-    inverse = _mm256_set1_ps(largest > 0x1p-100f ? 127.0f / largest : 0.0f);
-    for (uint32_t i = 0; i < n / 8; i++) {
-        __m256i words = _mm256_cvtps_epi32(_mm256_mul_ps(weights[i], inverse));
-        __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-
-        all = _mm256_add_ps(all, _mm256_cvtepi32_ps(words));
-        _mm_storel_epi64((__m128i *)(bytes + 8 * i), _mm_packs_epi16(halves, halves));
-    }
-    head->step = largest / 127.0f;
-    *sum = sum8(all);
+    head->step = step;
+    *sum = sum_bytes((const int8_t *)head->quads, n);
     return true;
 }
 
@@ -362,12 +346,5 @@ static void score_members_256(const hsri_member_score_args *a)
 
 static void score_votes_256(const hsri_member_score_args *first, const hsri_member_votes *votes)
 {
-    hsri_member_score_args a = *first;
-
-    for (uint32_t i = 0; i < votes->n; i++) {
-        score_members_256(&a);
-        a.rotated += votes->rotated;
-        a.cluster_mass += votes->cluster_mass;
-        a.mass += votes->mass;
-    }
+    score_each_vote(first, votes, score_members_256);
 }

@@ -1,7 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Scores of sketches with AVX2, eight tokens at a time, straight from the codes of a page: a page's scales go into the query's weights, and
  * these are multiplied as bytes. For index_avx2.c. */
-#define UNROLL _Pragma("GCC unroll 8")
 #define HEADS 4u                /* that share a pass over the codes */
 #define MAX_QUADS (HSRI_ATTEND_MAX_HEAD_DIM / 4u)
 
@@ -11,38 +10,25 @@ typedef struct sketch_head {
     float step, base;
 } sketch_head;
 
-/* Weights as bytes of the largest; of a page or query that is not finite, nothing and a base far below everything. `base` is that of a
- * token at the page's mean key. Components are at 4 bits first, whose codes have their middle at 7.5, then at 2 bits, about 1.5. */
+/* Of a page or query that is not finite, a base far below everything. `base` is that of a token at the page's mean key. Components are at 4
+ * bits first, whose codes have their middle at 7.5, then at 2 bits, about 1.5. */
 static void prepare_sketch(const hsri_score_args *a, uint32_t h, const uint8_t *scales, float base, sketch_head *head)
 {
     const hsri_index_shape *s = a->shape;
-    const uint32_t n = s->n_4bit + s->n_2bit;
-    const __m256   no_sign = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)), factor = _mm256_set1_ps(a->scale * LOG2E);
-    const float   *rotated = a->rotated + (uint64_t)h * s->head_dim;
-    __m256         weights[MAX_QUADS / 2], most = _mm256_setzero_ps(), nothing = most, inverse, middles = most;
-    _Alignas(32) float lanes[8], largest = 0.0f;
+    const float *rotated = a->rotated + (uint64_t)h * s->head_dim;
+    uint32_t     n = s->n_4bit + s->n_2bit;
+    __m256       weights[MAX_QUADS / 2];
 
     for (uint32_t i = 0; i < n / 8; i++) {
         weights[i] = _mm256_mul_ps(_mm256_loadu_ps(rotated + 8 * i), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(scales + 16 * i))));
-        weights[i] = _mm256_mul_ps(weights[i], factor);
-        most = _mm256_max_ps(_mm256_and_ps(weights[i], no_sign), most);
-        nothing = _mm256_fmadd_ps(weights[i], _mm256_setzero_ps(), nothing);
+        weights[i] = _mm256_mul_ps(weights[i], _mm256_set1_ps(a->scale * LOG2E));
     }
-    _mm256_store_ps(lanes, most);
-    for (uint32_t i = 0; i < 8; i++)
-        largest = lanes[i] > largest ? lanes[i] : largest;
-    inverse = _mm256_set1_ps(largest > 0x1p-100f ? 127.0f / largest : 0.0f);
-    for (uint32_t i = 0; i < n / 8; i++) {
-        __m256i words = _mm256_cvtps_epi32(_mm256_mul_ps(weights[i], inverse));
-        __m128i halves = _mm_packs_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-
-        middles = _mm256_fmadd_ps(_mm256_cvtepi32_ps(words), _mm256_set1_ps(8 * i < s->n_4bit ? 7.5f : 1.5f), middles);
-        _mm_storel_epi64((__m128i *)(head->weights + 8 * i), _mm_packs_epi16(halves, halves));
+    head->step = weights_to_bytes(weights, n / 8, head->weights);
+    base -= head->step * (7.5f * sum_bytes(head->weights, s->n_4bit) + 1.5f * sum_bytes(head->weights + s->n_4bit, s->n_2bit));
+    if (!(base > -1e30f)) {
+        head->step = 0.0f;
+        base = -1e30f;
     }
-    head->step = largest / 127.0f;
-    base -= head->step * sum8(middles);
-    if (_mm256_movemask_ps(_mm256_cmp_ps(nothing, nothing, _CMP_UNORD_Q)) || !(base > -1e30f))
-        head->step = 0.0f, base = -1e30f;
     head->base = base < 1e30f ? base : 1e30f;
 }
 
