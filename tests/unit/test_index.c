@@ -325,6 +325,18 @@ static void check_heads_alone(const scored *c)
     }
 }
 
+/* A head that is not a number in the calibrated basis alone has no mass. */
+static void check_lost_rotation(scored *c, uint32_t head)
+{
+    float *first = c->rotated + (uint64_t)head * c->shape.head_dim, kept = *first;
+
+    *first = NAN;
+    c->score(&c->args);
+    for (uint32_t u = 0; u < c->n_pages * UNITS; u++)
+        CHECK(c->mass[head * STRIDE + u] == 0.0f);
+    *first = kept;
+}
+
 /* Not a number: no mass. Out of range: the most there is. Nothing else changes. */
 static void check_no_numbers(scored *c, size_t i)
 {
@@ -347,6 +359,8 @@ static void check_no_numbers(scored *c, size_t i)
     if (many)
         CHECK(memcmp(before + UNITS, of_last + UNITS, (n_units - UNITS) * sizeof *before) == 0);
 
+    if (many && c->selector == HSRI_SELECT_SKETCH)
+        check_lost_rotation(c, last);
     c->references[last] = -300.0f;
     c->score(&c->args);
     for (uint32_t u = UNITS; u < n_units && many; u++)
